@@ -29,7 +29,7 @@ if PLACE in os.environ and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, cores_at(os.environ[PLACE], os.sched_getaffinity(0)))
 
 import ovspec
-from ovspec.cache.decoder import FeedRule, Rollback
+from ovspec.cache.decoder import FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
@@ -163,7 +163,7 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
             options.setdefault("arithmetic", "fast")  # which masks; exact arithmetic has tests of its own
         lm = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir, **options)
         for loaded in filter(None, (lm.target, lm.draft)):
-            loaded.rollback = Rollback(rollback) if rollback else loaded.rollback
+            loaded.rollback = RollbackMethod(rollback) if rollback else loaded.rollback
             if compact_at and loaded.engine == "stateful":
                 make = functools.partial(StatefulDecoder, loaded.ir, loaded.rollback, compaction_threshold=compact_at)
                 loaded.make_decoder = lambda *given, make=make, shares_blocks=False: make(*given)  # type: ignore  # noqa: ARG005
@@ -180,7 +180,7 @@ def target_ir(pair: Path, cache_dir: Path) -> CompiledIR:
 @pytest.fixture(scope="session")
 def make_decoder(target_ir: CompiledIR) -> Callable[..., StatefulDecoder]:
     def make_decoder(rollback: Any, compact_at: int = 256) -> StatefulDecoder:
-        return StatefulDecoder(target_ir, Rollback(rollback), compaction_threshold=compact_at)
+        return StatefulDecoder(target_ir, RollbackMethod(rollback), compaction_threshold=compact_at)
 
     return make_decoder
 

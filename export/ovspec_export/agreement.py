@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.decoder import Rollback
+from ovspec.cache.decoder import RollbackMethod
 from ovspec.cache.stateful import RowByRowDecoder, StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
@@ -64,7 +64,7 @@ def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray
     """Return the logits of every position of each row, (n, vocab) float32, computed as a batch."""
 
     def make_decoder() -> StatefulDecoder:
-        return StatefulDecoder(ir, Rollback("trim" if ir.kv_states else None, replay=bool(ir.recurrent_states)))
+        return StatefulDecoder(ir, RollbackMethod("trim" if ir.kv_states else None, replay=bool(ir.recurrent_states)))
 
     decoder = RowByRowDecoder(make_decoder) if ir.needs_single_rows else make_decoder()
     decoder.reset(len(rows))

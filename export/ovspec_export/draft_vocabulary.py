@@ -19,12 +19,12 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, write_atomically
 from ovspec.ir.compile import (
     MODEL_FILE,
-    add_target_ids,
-    check_weights,
+    check_weights_file,
     find_lm_head,
     has_trimmed_vocabulary,
-    read_model,
+    read_openvino_model,
     read_target_ids,
+    write_target_ids,
 )
 from ovspec_export.sources import HeadSource, Source
 
@@ -59,8 +59,8 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
     if isinstance(draft, HeadSource) or not is_trimmed(draft):
         return None
     if draft.is_ir:
-        check_weights(draft.folder / MODEL_FILE)
-        ids = read_target_ids(read_model(draft.folder))
+        check_weights_file(draft.folder / MODEL_FILE)
+        ids = read_target_ids(read_openvino_model(draft.folder))
     else:
         ids = np.array(read_dataclass(DraftVocabularyFile, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
     if ids is None or not len(ids):
@@ -85,7 +85,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
         model = read_trimmed_model(folder, ids)
     except ValueError as error:
         raise OvspecError(f"{name}: its vocabulary can't be trimmed, because {error}; choose another draft.") from None
-    add_target_ids(model, ids)
+    write_target_ids(model, ids)
     ov.save_model(model, folder / "trimmed.xml", compress_to_fp16=False)
     del model  # it maps the file that is replaced next
     for suffix in (".bin", ".xml"):
@@ -94,9 +94,9 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
 
 def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
-    model = read_model(folder)
+    model = read_openvino_model(folder)
     # The embedding may have the lm_head's weights, so the rows come from a second reading.
-    model_copy = read_model(folder)
+    model_copy = read_openvino_model(folder)
     logits_operations = find_logits_operations(model)
     previous_node = logits_operations[0].input_value(0).get_node()
     row_axis = -2 if logits_operations[0].get_attributes()["transpose_b"] else -1

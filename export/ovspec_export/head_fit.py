@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, check_weights, read_target_ids
+from ovspec.ir.compile import MODEL_FILE, check_weights_file, read_target_ids
 from ovspec.ir.device import openvino_core
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO, read_target_layers
 from ovspec_export.head_layout import choose_default_tap_layers
@@ -70,7 +70,7 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
 
 def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
     """Return the sizes of a head that ovspec exported."""
-    check_weights(head.folder / MODEL_FILE)
+    check_weights_file(head.folder / MODEL_FILE)
     try:
         model = openvino_core().read_model(head.folder / MODEL_FILE)
         inputs, outputs = (

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
-from ovspec.ir.compile import add_target_ids
+from ovspec.ir.compile import write_target_ids
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO
 from ovspec_export.head_layout import HeadLayout, map_tensor_name, read_head_layout, read_rope_type
 from ovspec_export.pickled import read_pickled_tensors
@@ -302,7 +302,7 @@ def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     output_names = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT, "present.0.key", "present.0.value")
     for port, name in zip(model.outputs, output_names, strict=True):
         port.get_tensor().set_names({name})
-    add_target_ids(model, head.d2t.numpy() + np.arange(len(head.d2t)))
+    write_target_ids(model, head.d2t.numpy() + np.arange(len(head.d2t)))
     model.validate_nodes_and_infer_types()
     patch_stateful_decoder(head.rotary.config, model)
     model.set_rt_info(tap_layers, TARGET_LAYERS_INFO)

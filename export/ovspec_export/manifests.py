@@ -9,8 +9,8 @@ from pathlib import Path
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import format_size, show_step
-from ovspec.ir.compile import read_ir
-from ovspec.ir.heads import add_features_output, read_head
+from ovspec.ir.compile import read_model_graph
+from ovspec.ir.heads import add_features_output, read_head_graph
 from ovspec.setup.manifest import MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, hash_file
 from ovspec_export.compression import Compression
 from ovspec_export.folders import replace_folder
@@ -48,12 +48,12 @@ def describe_model(source: Source, folder: Path, compression: Compression, targe
     if isinstance(source, HeadSource):
         try:
             target = target or folder.parent
-            read_ir(target, lambda model: add_features_output(model, target, folder))
-            states = read_head(folder, target).states
+            read_model_graph(target, lambda model: add_features_output(model, target, folder))
+            states = read_head_graph(folder, target).states
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None
     else:
-        states = read_ir(folder).states
+        states = read_model_graph(folder).states
     return ExportedModel(
         source=source.name,
         revision=source.revision,

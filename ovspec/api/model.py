@@ -323,7 +323,7 @@ class LanguageModel:
         Without this call they are moved after some seconds of inference, while nothing is generated.
         """
         for ir in self.runtime.models.compiled_irs():
-            ir.large_pages.move_pages(math.inf)
+            ir.large_page_mover.move_weights_for(math.inf)
 
     def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
         """Return a model that shares this one's compiled models and uses other drafters.

@@ -46,15 +46,15 @@ class FeedRule:
     fewest_logits: int = 1
     rounded: bool = False
 
-    def computed_tokens(self, count: int) -> int:
+    def padded_token_count(self, count: int) -> int:
         """Return how many tokens an inference computes that is fed ``count`` tokens."""
         return max(self.fewest, next_power_of_two(count) if self.rounded else count)
 
-    def computed_logits(self, count: int) -> int:
+    def padded_logits_count(self, count: int) -> int:
         """Return for how many tokens an inference computes logits if those of ``count`` tokens are needed."""
         return max(self.fewest_logits, next_power_of_two(count) if self.rounded else count)
 
-    def fit_into_inferences(self, width: int, count: int) -> int:
+    def choose_token_count_to_add(self, width: int, count: int) -> int:
         """Return how many of ``count`` tokens to feed together with ``width`` others.
 
         The number is smaller than ``count`` where the last tokens would begin another inference, which takes time for
@@ -114,7 +114,7 @@ StateCopies = Literal["any", "run"] | None
 
 
 @dataclass(frozen=True)
-class Rollback:
+class RollbackMethod:
     """How a model's tokens are rolled back, found by probing (``setup/rollback_probing.py``).
 
     kv: "mask": attention skips dead slots. "trim": slots must be contiguous, so the state is cut. "blocks": the paged
@@ -193,7 +193,7 @@ class BaseDecoder(Protocol):
 class Decoder(BaseDecoder, Protocol):
     """A language model with its KV cache, for a batch of rows."""
 
-    rollback: Rollback
+    rollback: RollbackMethod
     block_size: int  # tokens in a block of the KV cache; 1 for a cache without blocks
 
     @property
@@ -239,7 +239,7 @@ class Decoder(BaseDecoder, Protocol):
 
 
 @functools.lru_cache(maxsize=256)
-def find_logits_positions(
+def compute_logits_indices(
     counts: tuple[int, ...], logits_counts: tuple[int, ...], min_positions: int, packed: bool = False
 ) -> np.ndarray:
     """Return the flat indices of each row's last ``logits_counts`` of ``counts`` tokens.
@@ -264,7 +264,7 @@ def find_logits_positions(
 def count_computed_tokens(decoder: BaseDecoder, tokens: list[np.ndarray]) -> int:
     """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
     token_count = sum(map(len, tokens))
-    return token_count and decoder.rule.computed_tokens(token_count)
+    return token_count and decoder.rule.padded_token_count(token_count)
 
 
 def split_logits_by_row(logits: np.ndarray, logits_counts: list[int]) -> list[np.ndarray]:
@@ -278,7 +278,7 @@ def reorder_sequences(sequences: list[Sequence], rows: list[int]) -> list[Sequen
     return [Sequence() if row == EMPTY_ROW else sequences[row].copy() for row in rows]
 
 
-class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
+class TokenArrayCache(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
     """Maps a shape to int64 arrays for token ids and positions; keeps small ones, which saves binding new ones."""
 
     def __missing__(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -288,7 +288,7 @@ class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
         return arrays
 
 
-def explain_feed_error(error: BaseException, device: str) -> BaseException:
+def convert_feed_error(error: BaseException, device: str) -> BaseException:
     """Return what ``feed`` raises for ``error``: an InferenceError if the inference failed, else ``error`` itself."""
     if isinstance(error, MemoryError):
         return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")

@@ -20,10 +20,10 @@ from ovspec.cache.decoder import (
     PREFILL_CHUNK_SIZE,
     Features,
     FeedRule,
-    Rollback,
-    TokenArrays,
-    explain_feed_error,
-    find_logits_positions,
+    RollbackMethod,
+    TokenArrayCache,
+    compute_logits_indices,
+    convert_feed_error,
     reorder_sequences,
     split_into_inferences,
     split_logits_by_row,
@@ -58,7 +58,7 @@ class PagedDecoder:
         tensors: of another decoder of the same model, to share blocks with it; new ones by default.
     """
 
-    rollback = Rollback("blocks")
+    rollback = RollbackMethod("blocks")
     fills_width = True
 
     def __init__(
@@ -72,8 +72,8 @@ class PagedDecoder:
             raise ValueError("two queries for a token need a model rewritten by allow_several_queries_per_token")
         self.context_length = ir.context_length
         self.rule = rule
-        self._computed_tokens = [rule.computed_tokens(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
-        self._computed_logits = [rule.computed_logits(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
+        self._computed_tokens = [rule.padded_token_count(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
+        self._computed_logits = [rule.padded_logits_count(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
         self._ir = ir
         self._vocabulary = vocabulary
         self._request = InferenceRequest(ir, (*PAGED_INPUTS, *QUERY_INPUTS))
@@ -82,7 +82,7 @@ class PagedDecoder:
         self.block_size = self._tensors.block_size  # in tokens
         self._bound_version = -1  # version of the tensors that the request is bound to
         self._tables = BlockTables(0, self._tensors.pool)
-        self._token_arrays = TokenArrays()
+        self._token_arrays = TokenArrayCache()
         self._reused_length_arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest_context = np.zeros((), dtype=np.int32)
         self._feature_arrays: dict[int, np.ndarray] = {}
@@ -152,7 +152,7 @@ class PagedDecoder:
                 return self._append_tokens(tokens, logits_counts, min(width, self._max_tokens), features)
         except BaseException as error:
             self._reset_rows(len(self.rows))  # their contents are unknown now; an empty cache fits any text
-            raise explain_feed_error(error, self._ir.device) from None
+            raise convert_feed_error(error, self._ir.device) from None
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         with self._tensors.lock:
@@ -200,7 +200,7 @@ class PagedDecoder:
         self.rows[0].commit(tokens)
 
     def prefill_chunk_size(self, counts: list[int]) -> int:
-        return self.rule.fit_into_inferences(sum(counts), max(PREFILL_CHUNK_SIZE, sum(counts)))
+        return self.rule.choose_token_count_to_add(sum(counts), max(PREFILL_CHUNK_SIZE, sum(counts)))
 
     def _keep_prefixes(self, rows: Iterable[int], temporarily: bool = False) -> None:
         """Let other texts find the blocks of ``rows``; ``temporarily``: even if idle blocks aren't kept."""
@@ -315,7 +315,7 @@ class PagedDecoder:
         filled_counts = [sum(counts) for counts in zip(logits_counts, filling_counts, strict=True)]
         lengths = tuple([len(new_tokens) for _, new_tokens in row_inputs])
         min_positions = self._computed_logits[sum(filled_counts)]
-        logits_idx = find_logits_positions(lengths, tuple(filled_counts), min_positions, packed=True)
+        logits_idx = compute_logits_indices(lengths, tuple(filled_counts), min_positions, packed=True)
         blocks, block_begins = self._flatten_tables(fed_rows)
         query_inputs = map_queries_to_tokens(token_counts, query_counts)
         head_input = self._make_head_input(features, token_begin)

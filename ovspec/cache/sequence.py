@@ -92,7 +92,7 @@ class Sequence(GrowingArray):
         return copied_sequence
 
 
-class Follower(Protocol):
+class SequenceFollower(Protocol):
     """A decoder, or other state of each row, that follows the rows' sequences."""
 
     @property
@@ -106,7 +106,7 @@ def measure_common_prefix(a: Sequence, b: Sequence) -> int:
     return a.common_prefix_length(b.tokens)
 
 
-def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
+def catch_up(follower: SequenceFollower, row: int, sequence: Sequence) -> np.ndarray:
     """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
     cached_row = follower.rows[row]
     cached_row.owner = sequence.owner

@@ -7,19 +7,19 @@ import numpy as np
 from ovspec.cache.sequence import EMPTY_ROW
 
 
-class Slots:
+class SlotTables:
     """Maps positions to slots for each row of a batch. All rows share the slot axis."""
 
     def __init__(self, rows: int) -> None:
         self.slot_count = 0  # slots in the physical cache
         self.row_lengths = [0] * rows
-        self._alive = np.zeros((rows, 256), dtype=np.int64)  # (rows, slots) 1 = attended to
-        self._slot_of = np.zeros((rows, 256), dtype=np.int64)  # (rows, positions) -> slot
+        self._live_mask = np.zeros((rows, 256), dtype=np.int64)  # (rows, slots) 1 = attended to
+        self._slot_by_position = np.zeros((rows, 256), dtype=np.int64)  # (rows, positions) -> slot
 
     @property
     def attention_mask(self) -> np.ndarray:
         """The model's attention mask: (rows, slots) int64, contiguous in memory."""
-        return np.ascontiguousarray(self._alive[:, : self.slot_count])
+        return np.ascontiguousarray(self._live_mask[:, : self.slot_count])
 
     @property
     def dead_count(self) -> int:
@@ -30,7 +30,7 @@ class Slots:
     def is_contiguous(self) -> bool:
         """Whether every row's positions are the last slots, in order, as attention by slot index requires."""
         return all(
-            self._alive[row, self.slot_count - length : self.slot_count].all()
+            self._live_mask[row, self.slot_count - length : self.slot_count].all()
             for row, length in enumerate(self.row_lengths)
         )
 
@@ -38,29 +38,29 @@ class Slots:
         """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
         slots_begin = self.slot_count
         slots_end = slots_begin + max(counts)
-        if slots_end > self._alive.shape[1]:
-            padding = ((0, 0), (0, 2 * slots_end - self._alive.shape[1]))
-            self._alive = np.pad(self._alive, padding)
-            self._slot_of = np.pad(self._slot_of, padding)
+        if slots_end > self._live_mask.shape[1]:
+            padding = ((0, 0), (0, 2 * slots_end - self._live_mask.shape[1]))
+            self._live_mask = np.pad(self._live_mask, padding)
+            self._slot_by_position = np.pad(self._slot_by_position, padding)
         for row, count in enumerate(counts):
             length = self.row_lengths[row]
-            self._alive[row, slots_begin : slots_begin + count] = 1
+            self._live_mask[row, slots_begin : slots_begin + count] = 1
             if slots_begin + count < slots_end:
-                self._alive[row, slots_begin + count : slots_end] = 0
-            self._slot_of[row, length : length + count] = np.arange(slots_begin, slots_begin + count)
+                self._live_mask[row, slots_begin + count : slots_end] = 0
+            self._slot_by_position[row, length : length + count] = np.arange(slots_begin, slots_begin + count)
             self.row_lengths[row] = length + count
         self.slot_count = slots_end
 
     def truncate(self, row: int, length: int) -> None:
         """Mark the slots of positions ``length`` and later dead."""
-        self._alive[row, self._slot_of[row, length : self.row_lengths[row]]] = 0
+        self._live_mask[row, self._slot_by_position[row, length : self.row_lengths[row]]] = 0
         self.row_lengths[row] = length
 
     def reorder(self, rows: list[int]) -> None:
         """Make new row i old row ``rows[i]``, or EMPTY_ROW; an index may occur twice (fork) or not at all (drop)."""
-        self._alive = self._alive[rows]
-        self._slot_of = self._slot_of[rows]
-        self._alive[np.array(rows) == EMPTY_ROW] = 0
+        self._live_mask = self._live_mask[rows]
+        self._slot_by_position = self._slot_by_position[rows]
+        self._live_mask[np.array(rows) == EMPTY_ROW] = 0
         self.row_lengths = [0 if row == EMPTY_ROW else self.row_lengths[row] for row in rows]
 
     def compact(self) -> np.ndarray:
@@ -70,10 +70,10 @@ class Slots:
         """
         width = max(self.row_lengths, default=0)
         old_slots = np.zeros((len(self.row_lengths), width), dtype=np.int64)
-        self._alive[:] = 0
+        self._live_mask[:] = 0
         for row, length in enumerate(self.row_lengths):
-            old_slots[row, width - length :] = self._slot_of[row, :length]
-            self._slot_of[row, :length] = np.arange(width - length, width)
-            self._alive[row, width - length : width] = 1
+            old_slots[row, width - length :] = self._slot_by_position[row, :length]
+            self._slot_by_position[row, :length] = np.arange(width - length, width)
+            self._live_mask[row, width - length : width] = 1
         self.slot_count = width
         return old_slots

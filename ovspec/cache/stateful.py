@@ -21,16 +21,16 @@ from ovspec.cache.decoder import (
     Decoder,
     Features,
     FeedRule,
-    Rollback,
-    TokenArrays,
-    explain_feed_error,
-    find_logits_positions,
+    RollbackMethod,
+    TokenArrayCache,
+    compute_logits_indices,
+    convert_feed_error,
     reorder_sequences,
     split_logits_by_row,
 )
 from ovspec.cache.prefill import copy_shared_prefixes
 from ovspec.cache.sequence import EMPTY_ROW, GrowingArray, Sequence
-from ovspec.cache.slots import Slots
+from ovspec.cache.slots import SlotTables
 from ovspec.ir.compile import CompiledIR, ModelState
 from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
 from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
@@ -65,7 +65,7 @@ class StatefulDecoder:
     def __init__(
         self,
         ir: CompiledIR,
-        rollback: Rollback,
+        rollback: RollbackMethod,
         vocabulary: KnownTokenIds = ALL_IDS,
         compaction_threshold: int = COMPACTION_THRESHOLD,
         rule: FeedRule = FAST_RULE,
@@ -90,8 +90,8 @@ class StatefulDecoder:
         self._feature_width = ir.output_width(FEATURES_OUTPUT)
         self._no_features = np.empty((0, self._feature_width), dtype=np.float32)
         self.hidden: list[np.ndarray] = []
-        self._token_arrays = TokenArrays()
-        self._slots = Slots(1)
+        self._token_arrays = TokenArrayCache()
+        self._slot_tables = SlotTables(1)
         self.rows: list[Sequence] = []
         self.reset(1)
 
@@ -108,7 +108,7 @@ class StatefulDecoder:
         return sum(map(len, self.rows))
 
     def reset(self, rows: int) -> None:
-        if not rows and self._slots.slot_count > MAX_KEPT_SLOTS and self._ir.open_model:
+        if not rows and self._slot_tables.slot_count > MAX_KEPT_SLOTS and self._ir.open_model:
             self._release_memory()
         # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
         # rows than before.
@@ -116,7 +116,7 @@ class StatefulDecoder:
             self._request.renew()
         self.rows = [Sequence() for _ in range(rows)]
         self._features = [GrowingArray(self._no_features) for _ in range(rows)]  # (tokens, width) of each row
-        self._slots = Slots(rows)
+        self._slot_tables = SlotTables(rows)
         self._row_order = np.arange(rows, dtype=np.int32)
         self._beam_rows = self._row_order  # rows of the physical cache that the next inference gathers
         self._snapshot: dict[str, np.ndarray] = {}  # of the recurrent states; empty for their initial values
@@ -143,7 +143,7 @@ class StatefulDecoder:
             return split_logits_by_row(self._append_tokens(tokens, logits_counts, features), logits_counts)
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
-            raise explain_feed_error(error, self._ir.device) from None
+            raise convert_feed_error(error, self._ir.device) from None
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         copy_shared_prefixes(self, sequences)
@@ -157,16 +157,16 @@ class StatefulDecoder:
         self.rows[row].rewind(length)
         if self._feature_width:
             self._features[row].rewind(length)
-        self._slots.truncate(row, length)
+        self._slot_tables.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
-        if not self._slots.slot_count or all(row == EMPTY_ROW for row in rows):
+        if not self._slot_tables.slot_count or all(row == EMPTY_ROW for row in rows):
             self.reset(len(rows))  # an empty state has no rows to gather
             return
         self.rows = reorder_sequences(self.rows, rows)
         features = [self._no_features if row == EMPTY_ROW else self._features[row].values for row in rows]
         self._features = [GrowingArray(row_features) for row_features in features]
-        self._slots.reorder(rows)
+        self._slot_tables.reorder(rows)
         self._beam_rows = self._beam_rows[rows]  # for an empty row any other is right, because all its slots are dead
         self._row_order = np.arange(len(rows), dtype=np.int32)
 
@@ -174,10 +174,10 @@ class StatefulDecoder:
         return 2 * max(counts)  # every row is computed at the width of the widest
 
     def compact(self) -> None:
-        if not any(self._slots.row_lengths):
+        if not any(self._slot_tables.row_lengths):
             self.reset(len(self.rows))
             return
-        gather_states(self._request.openvino_request, self._ir.kv_states, self._beam_rows, self._slots.compact())
+        gather_states(self._request.openvino_request, self._ir.kv_states, self._beam_rows, self._slot_tables.compact())
         self._beam_rows = self._row_order
         self.compactions += 1
 
@@ -221,19 +221,19 @@ class StatefulDecoder:
                 raise ValueError("the states have another shape")
         self.set_states(arrays)
         self.rows[0].commit(tokens)
-        self._slots.extend([length])
+        self._slot_tables.extend([length])
 
     def copy_into(self, other_decoder: StatefulDecoder) -> None:
         """Copy the rows and states to ``other_decoder``, of the same model; exact if ``copies_are_exact``."""
         other_decoder.rows = [row.copy() for row in self.rows]
         other_decoder._features = [GrowingArray(row.values) for row in self._features]
-        other_decoder._slots = copy.deepcopy(self._slots)
+        other_decoder._slot_tables = copy.deepcopy(self._slot_tables)
         other_decoder._row_order = self._row_order
         other_decoder._beam_rows = self._beam_rows
         other_decoder._snapshot = self._snapshot
         other_decoder._snapshot_length = self._snapshot_length
         other_decoder._expects_rollback = self._expects_rollback
-        if self._slots.slot_count:
+        if self._slot_tables.slot_count:
             other_decoder.set_states(read_states(self._request.openvino_request, self._ir.states))
         else:
             other_decoder._request.reset_states()
@@ -242,7 +242,7 @@ class StatefulDecoder:
         """Set the states named in ``state_values``, also of a request that hasn't run since it was reset."""
         self._request.apply_reset()
         if self.rollback.copies == "run" and not self._request.has_run:
-            self._separate_requests(1)
+            self._avoid_other_requests_states(1)
             self._run_dummy_inference(self._request)
         write_states(self._request.openvino_request, state_values)
 
@@ -256,7 +256,7 @@ class StatefulDecoder:
         head_input = self._make_head_input(None, width)
         request.infer((tokens, mask, tokens, self._row_order, logits_idx, cache_position, head_input), logits_idx)
 
-    def _separate_requests(self, width: int) -> None:
+    def _avoid_other_requests_states(self, width: int) -> None:
         """On a GPU: run another inference if the last one was another request's, and of as many tokens.
 
         Otherwise OpenVINO's plugin (2026.4.1) computes with that request's states, or crashes.
@@ -274,7 +274,7 @@ class StatefulDecoder:
 
         OpenVINO's GPU plugin (2026.4.1) otherwise computes it with the old states, if they are only concatenated.
         """
-        slots = max(self._slots.row_lengths)
+        slots = max(self._slot_tables.row_lengths)
         if self.rollback.replay and self.rollback.copies == "run" and self._inference_slots == (slots, slots + width):
             recurrent_states = read_states(self._request.openvino_request, self._ir.recurrent_states)
             self._run_dummy_inference(self._request)
@@ -369,14 +369,14 @@ class StatefulDecoder:
     ) -> np.ndarray:
         """Run one inference; return at least the requested logits, all rows' in one array."""
         counts = [len(new_tokens) for new_tokens in tokens]
-        logits_idx = find_logits_positions(tuple(counts), tuple(logits_counts), self.rule.fewest_logits)
+        logits_idx = compute_logits_indices(tuple(counts), tuple(logits_counts), self.rule.fewest_logits)
         if self._conv_width and len(self.rows[0]) and counts[0] > 1:
             token_logits = [self._append_tokens([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
             return np.concatenate(token_logits)[logits_idx]
         width = max(counts)
-        slots = self._slots
-        attends_by_index = self._mask_until is not None and slots.slot_count + width > self._mask_until
-        if slots.dead_count >= self._compaction_threshold or (attends_by_index and not slots.is_contiguous):
+        slot_tables = self._slot_tables
+        attends_by_index = self._mask_until is not None and slot_tables.slot_count + width > self._mask_until
+        if slot_tables.dead_count >= self._compaction_threshold or (attends_by_index and not slot_tables.is_contiguous):
             if not self.rollback.copies and not self._head_width:  # a head's features aren't kept
                 texts = [
                     np.concatenate((cached_row.tokens, new_tokens))
@@ -391,10 +391,10 @@ class StatefulDecoder:
             ids[row, : len(new_tokens)] = new_tokens
             positions[row, : len(new_tokens)] = np.arange(len(cached_row), len(cached_row) + len(new_tokens))
             cached_row.commit(new_tokens)
-        slots = self._slots  # other slots if empty rows were compacted
-        slots.extend(counts)
-        self._inference_slots = slots.slot_count - width, slots.slot_count
-        mask = slots.attention_mask
+        slot_tables = self._slot_tables  # other slots if empty rows were compacted
+        slot_tables.extend(counts)
+        self._inference_slots = slot_tables.slot_count - width, slot_tables.slot_count
+        mask = slot_tables.attention_mask
         cache_position = positions[0]
         if self._conv_width:
             mask = np.ones_like(ids)
@@ -402,7 +402,7 @@ class StatefulDecoder:
             cache_position = np.maximum(positions[0], self._conv_width - 1)
             if not positions[0, 0]:
                 cache_position = np.arange(self._conv_width)
-        self._separate_requests(width)
+        self._avoid_other_requests_states(width)
         head_input = self._make_head_input(features, width)
         arrays = (ids, mask, positions, self._beam_rows, logits_idx, cache_position, head_input)
         logits = self._request.infer(arrays, logits_idx)
@@ -533,20 +533,20 @@ class RowByRowDecoder:
         self._decoders[0].restore(tokens, arrays)
 
 
-def use_trimming(rollback: Rollback) -> Rollback:
+def replace_masking_by_trimming(rollback: RollbackMethod) -> RollbackMethod:
     """Return ``rollback`` with rejected tokens cut off instead of masked."""
     return replace(rollback, kv="trim", mask_until=None) if rollback.kv else rollback
 
 
 def make_stateful_decoder(
-    ir: CompiledIR, rollback: Rollback, vocabulary: KnownTokenIds = ALL_IDS, rule: FeedRule = FAST_RULE
+    ir: CompiledIR, rollback: RollbackMethod, vocabulary: KnownTokenIds = ALL_IDS, rule: FeedRule = FAST_RULE
 ) -> Decoder:
     """Return the stateful decoder that fits the model's states and the rule.
 
     Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
     """
     if rule.rows_apart:
-        rollback = use_trimming(rollback)
+        rollback = replace_masking_by_trimming(rollback)
 
     def make_decoder() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, rule=rule)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
 
-class Chain(Drafter):
+class DrafterChain(Drafter):
     """Asks the first drafter, which costs nothing, then the second for rows without a good proposal."""
 
     name = "chain"
@@ -20,10 +20,10 @@ class Chain(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self._first_drafter.seconds + self._second_drafter.seconds
 
-    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         second_name = self._second_drafter.name
         proposals: list[Proposal] = []
-        second_rows: list[RowStep] = []  # as the second drafter sees them: rows with a good proposal don't ask it
+        second_rows: list[RowToDraft] = []  # as the second drafter sees them: rows with a good proposal don't ask it
         for row, proposal in zip(rows, self._first_drafter.propose(rows, lookahead), strict=True):
             proposals.append(proposal)
             second_rows.append(row)

@@ -67,7 +67,7 @@ class InferenceCosts:
         # The width that an inference of each width is computed at, and costs as much as.
         widths = range(WIDEST_INFERENCE + 1)
         self._computed_widths = np.array(
-            [min(rule.computed_tokens(max(1, width)), WIDEST_INFERENCE) for width in widths]
+            [min(rule.padded_token_count(max(1, width)), WIDEST_INFERENCE) for width in widths]
         )
         self.ms_by_width = costs = costs[self._computed_widths]
         self._can_fill = can_fill
@@ -84,7 +84,7 @@ class InferenceCosts:
             return float(self.ms_by_width[width])
         return float(self.ms_by_width[WIDEST_INFERENCE]) + self._further_token_ms * (width - WIDEST_INFERENCE)
 
-    def next_costs(self, change_share: float = 1.0) -> np.ndarray:
+    def next_inference_costs(self, change_share: float = 1.0) -> np.ndarray:
         """Return the next inference's ms by the width that it needs, (WIDEST_INFERENCE + 1,).
 
         ``change_share``: the share of a change of width that counts.
@@ -110,7 +110,7 @@ class InferenceCosts:
         self._spent_filling_ms = 0.0
         return needed_width
 
-    def note_untimed(self, width: int, read_prompt: bool = False) -> None:
+    def note_untimed_inference(self, width: int, read_prompt: bool = False) -> None:
         """Note an inference of ``width`` tokens whose time is no measurement.
 
         If it read a prompt, the context has another length from now on, which changes all costs alike: they follow
@@ -128,7 +128,7 @@ class InferenceCosts:
 
         ``has_draft``: whether it is an inference of a draft model, or of a target that has one.
         """
-        width = self._rule.computed_tokens(width)
+        width = self._rule.padded_token_count(width)
         width_changed = width != self._last_width
         self._last_width = width
         self._same_width_count += 1

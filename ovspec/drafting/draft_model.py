@@ -10,14 +10,14 @@ from ovspec.cache.decoder import BaseDecoder, count_computed_tokens
 from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import catch_up, measure_common_prefix
 from ovspec.drafting.costs import WIDEST_INFERENCE
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, NO_TOKENS, Proposal
 from ovspec.sampling.samplers import DraftedToken, DraftIds
 from ovspec.sampling.warp import certain_distribution
 
 
-class DraftModel(Drafter):
+class ModelDrafter(Drafter):
     """Proposes the draft model's tokens, chosen by the row's sampler: by default with the target's warping and noise.
 
     Stops when another token would cost more than it is likely to save.
@@ -33,7 +33,7 @@ class DraftModel(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self.decoder.seconds
 
-    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         budgets = [self._row_budget(index, row, lookahead) for index, row in enumerate(rows)]
         drafting_rows = [index for index, budget in enumerate(budgets) if budget]  # rows that draft in the next step
         if not drafting_rows or not lookahead.can_afford_drafting(self.name, len(drafting_rows)):
@@ -75,7 +75,7 @@ class DraftModel(Drafter):
     def reorder(self, rows: list[int]) -> None:
         self.decoder.reorder(rows)
 
-    def _row_budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:  # noqa: ARG002
+    def _row_budget(self, index: int, row: RowToDraft, lookahead: Lookahead) -> int:  # noqa: ARG002
         """Return the maximum number of tokens to draft; 0 if the draft's own context is full."""
         budget = min(row.draft_budget(self.name), lookahead.max_proposed)
         context_length = self.decoder.context_length
@@ -103,7 +103,7 @@ class DraftModel(Drafter):
 class RowDraft:
     """The drafted tokens of one row, at most ``budget`` of them, from logits of ``draft_ids``."""
 
-    def __init__(self, row: RowStep, budget: int, draft_ids: DraftIds | None) -> None:
+    def __init__(self, row: RowToDraft, budget: int, draft_ids: DraftIds | None) -> None:
         self.drafted_tokens: list[DraftedToken] = []
         self._row = row
         self._budget = budget

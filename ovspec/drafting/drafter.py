@@ -27,7 +27,7 @@ class DraftLimits:
 NO_DRAFT_LIMITS = DraftLimits()
 
 
-class RowStep(NamedTuple):
+class RowToDraft(NamedTuple):
     """One row at the beginning of a round, as its drafter sees it."""
 
     sequence: Sequence  # the tokens so far; the round commits to it
@@ -79,7 +79,7 @@ class Drafter:
         """Return at most ``budget`` ids that may follow ``tokens`` (n,) int64, which must not be modified."""
         raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget)")
 
-    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         """Return a proposal for every row, cut to the length that the lookahead finds worthwhile."""
         budgets = [row.draft_budget(self.name) for row in rows]
         if not lookahead.should_draft(self.name, 0, budgets):
@@ -95,7 +95,7 @@ class Drafter:
     def reorder(self, rows: list[int]) -> None:
         """Make new row i a copy of old row ``rows[i]``, or an empty one, as ``Decoder.reorder`` does."""
 
-    def _guess_for_row(self, row: RowStep, budget: int) -> Proposal:
+    def _guess_for_row(self, row: RowToDraft, budget: int) -> Proposal:
         if not budget:
             return NO_PROPOSAL
         guesses = itertools.islice(self.guess(row.sequence.tokens, budget), budget)

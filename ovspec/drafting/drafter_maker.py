@@ -6,12 +6,12 @@ import numpy as np
 
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.head import HeadDecoder
-from ovspec.drafting.chain import Chain
+from ovspec.drafting.chain import DrafterChain
 from ovspec.drafting.choice import DraftChoice
-from ovspec.drafting.draft_model import DraftModel
+from ovspec.drafting.draft_model import ModelDrafter
 from ovspec.drafting.drafter import Drafter
-from ovspec.drafting.head import Head
-from ovspec.drafting.lookup import Lookup, NgramIndex
+from ovspec.drafting.head import HeadDrafter
+from ovspec.drafting.lookup import LookupDrafter, NgramIndex
 from ovspec.drafting.user_drafter import UserDrafter
 from ovspec.sampling.samplers import DraftIds
 from ovspec.text.vocabulary import KnownTokenIds
@@ -40,15 +40,15 @@ def make_drafter(
         return None
     drafters: list[Drafter] = []
     if choice.lookup:
-        drafters.append(Lookup(corpora))
+        drafters.append(LookupDrafter(corpora))
     if choice.user_drafter is not None:
         drafters.append(UserDrafter(choice.user_drafter, known_ids))
     if draft_decoder:
         draft_ids = None if target_ids is None else DraftIds(target_ids, target_width)
         if target_decoder:
-            drafters.append(Head(HeadDecoder(draft_decoder, target_decoder), draft_ids))
+            drafters.append(HeadDrafter(HeadDecoder(draft_decoder, target_decoder), draft_ids))
         else:
-            drafters.append(DraftModel(draft_decoder, draft_ids))
+            drafters.append(ModelDrafter(draft_decoder, draft_ids))
     for drafter in drafters:
         drafter.vocabulary = known_ids
-    return Chain(*drafters) if len(drafters) > 1 else drafters[0]
+    return DrafterChain(*drafters) if len(drafters) > 1 else drafters[0]

@@ -26,7 +26,7 @@ RECENT_TOKENS_OF_MODELS = 400
 MAX_SAVED_ROUNDS = 16  # a drafter that is suddenly useless loses no more of its savings, in plain rounds
 
 
-class Acceptance:
+class AcceptanceRates:
     """Conditional acceptance of a drafter's tokens, by confidence and overall."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class DrafterStats:
     """How often a drafter is right, and the savings of its recent rounds."""
 
     def __init__(self, drafter_name: str = "") -> None:
-        self.acceptance = Acceptance()
+        self.acceptance = AcceptanceRates()
         self.balance = SavingsBalance(RECENT_TOKENS.get(drafter_name, RECENT_TOKENS_OF_MODELS))
         # Sums over its recent rounds.
         self.recent_tokens = 0.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ovspec.cache.head import HeadDecoder
-from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import RowStep
+from ovspec.drafting.draft_model import ModelDrafter
+from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.sampling.samplers import DraftIds
@@ -13,7 +13,7 @@ from ovspec.sampling.samplers import DraftIds
 MAX_TOKENS_WITHOUT_FEATURES = 8
 
 
-class Head(DraftModel):
+class HeadDrafter(ModelDrafter):
     """Proposes the head's tokens, which are some of the target's, chosen like the tokens of a draft model.
 
     It needs the features of the text, so it doesn't propose where the target has much to read first.
@@ -25,13 +25,13 @@ class Head(DraftModel):
         super().__init__(decoder, draft_ids)
         self._head_decoder = decoder
 
-    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         try:
             return super().propose(rows, lookahead)
         finally:
             self._head_decoder.drop_guessed_entries()
 
-    def _row_budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:
+    def _row_budget(self, index: int, row: RowToDraft, lookahead: Lookahead) -> int:
         known_count = self._head_decoder.count_known_features(index, row.sequence)
         if not known_count or len(row.sequence) - 1 - known_count > MAX_TOKENS_WITHOUT_FEATURES:
             return 0

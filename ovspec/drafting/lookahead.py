@@ -90,7 +90,7 @@ class Lookahead:
         width = 2 * row_count
         if width > WIDEST_INFERENCE:
             return False
-        costs = self.target_costs.next_costs()
+        costs = self.target_costs.next_inference_costs()
         widening_ms = float(costs[width] - costs[row_count])
         return self._draft_step_ms(row_count) + reading_ms + widening_ms <= self._allowed_loss_ms(
             drafter_name, row_count
@@ -144,9 +144,9 @@ class Lookahead:
         step_ms = self._draft_step_ms(len(rows)) / len(rows)
         steps_ms = step_ms * steps
         wider_widths = slice(width + 1, width + max_steps + 1)
-        amortized_costs = self.target_costs.next_costs(WIDTH_CHANGE_SHARE_OF_ROUND)
+        amortized_costs = self.target_costs.next_inference_costs(WIDTH_CHANGE_SHARE_OF_ROUND)
         cost_ms = steps_ms + amortized_costs[wider_widths] - amortized_costs[width]
-        costs = self.target_costs.next_costs()
+        costs = self.target_costs.next_inference_costs()
         lost_ms = (
             (self._draft_steps_ms or 0.0) + steps_ms * len(rows) + costs[wider_widths] - costs[len(drafted_tokens)]
         )
@@ -186,13 +186,13 @@ class Lookahead:
         if not self.can_afford_drafting(drafter_name, row_count):
             return False
         other_tokens = self._decided_tokens - len(proposal.tokens)
-        drafter_token_ms = self._plain_token_ms(row_count) - self.estimate_gain(drafter_name, row_count)
+        drafter_token_ms = self._plain_token_ms(row_count) - self.estimate_saved_token_ms(drafter_name, row_count)
         is_better = drafter_token_ms < self._find_best_length(proposal, row_count, other_tokens)[1]
         if is_better:
             self._decided_tokens = other_tokens
         return is_better
 
-    def estimate_gain(self, drafter_name: str, row_count: int) -> float:
+    def estimate_saved_token_ms(self, drafter_name: str, row_count: int) -> float:
         """Return the milliseconds per token that drafting with ``drafter_name`` saves; negative if it loses."""
         stats = self._get_drafter_stats(drafter_name)
         if stats.recent_rounds > MIN_OBSERVATIONS:
@@ -230,7 +230,7 @@ class Lookahead:
         width = outcome.width
         forced_count = outcome.forced_tokens
         if outcome.prefilled or width > WIDEST_INFERENCE:
-            self.target_costs.note_untimed(width, outcome.prefilled)
+            self.target_costs.note_untimed_inference(width, outcome.prefilled)
             return
         was_known = self.target_costs.is_known
         plain_token_ms = self._plain_token_ms(row_count)
@@ -310,7 +310,7 @@ class Lookahead:
             return 0, plain_token_ms
         # For 1, 2, ... tokens: the tokens gained on average, and their cost.
         gained_tokens = np.cumprod(acceptance_rates).cumsum()
-        costs = self.target_costs.next_costs()
+        costs = self.target_costs.next_inference_costs()
         wider_costs = costs[width + 1 : width + 1 + len(acceptance_rates)]
         added_ms = wider_costs - costs[width]
         saved_ms = gained_tokens * self._current_token_ms(row_count) - added_ms

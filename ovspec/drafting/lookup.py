@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, measure_common_prefix
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
@@ -110,7 +110,7 @@ class NgramIndex:
         return tokens, shares
 
 
-class Lookup(Drafter):
+class LookupDrafter(Drafter):
     """Proposes tokens from the text so far, from earlier tokens of the session, and from ``corpora``."""
 
     name = "lookup"
@@ -119,13 +119,13 @@ class Lookup(Drafter):
         self._corpora = corpora or []
         self._row_indexes = [NgramIndex()]
 
-    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         proposals: list[Proposal] = []
         for row, row_index in zip(rows, self._row_indexes, strict=True):
             budget = min(row.draft_budget(self.name), lookahead.max_proposed)
             if budget:
                 row_index.follow_sequence(row.sequence)
-                proposal = row.cut_to_allowed(self._look_up(row_index, row.sequence, budget))
+                proposal = row.cut_to_allowed(self._propose_for_row(row_index, row.sequence, budget))
                 proposals.append(lookahead.cut_proposal(proposal, len(rows)))
             else:
                 proposals.append(NO_PROPOSAL)
@@ -143,7 +143,7 @@ class Lookup(Drafter):
             else:
                 self._row_indexes.append(copy.deepcopy(old_rows[row]) if row in rows[:i] else old_rows[row])
 
-    def _look_up(self, row_index: NgramIndex, sequence: Sequence, budget: int) -> Proposal:
+    def _propose_for_row(self, row_index: NgramIndex, sequence: Sequence, budget: int) -> Proposal:
         text_end = sequence.tokens[-MAX_MATCH_TOKENS:]
         if len(text_end) < MIN_MATCH_TOKENS:
             return NO_PROPOSAL

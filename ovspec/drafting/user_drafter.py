@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from ovspec.base.errors import OvspecError
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.text.vocabulary import KnownTokenIds
@@ -34,7 +34,7 @@ class UserDrafter(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self._drafter.seconds
 
-    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         return self._call_user_code(self._drafter.propose, rows, lookahead)
 
     def reset(self, rows: int) -> None:

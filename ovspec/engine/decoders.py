@@ -25,7 +25,7 @@ from ovspec.engine.scheduler import BatchLimits, Schedulable, Scheduler, run_row
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.memory import (
     LEAST_CHECKED_BYTES,
-    check_free_memory,
+    check_memory_for_tokens,
     count_free_tokens,
     kv_bytes_per_token,
     recurrent_row_bytes,
@@ -180,7 +180,7 @@ class ModelPair:
     def ensure_memory(self, token_count: int, include_draft: bool = True) -> None:
         """Raise OvspecError if the states for ``token_count`` more tokens can't fit into free memory."""
         if token_count * self._max_token_bytes > LEAST_CHECKED_BYTES:
-            check_free_memory(self.compiled_irs(include_draft), token_count, self.idle_cache_bytes)
+            check_memory_for_tokens(self.compiled_irs(include_draft), token_count, self.idle_cache_bytes)
             if token_count * self._max_token_bytes > psutil.virtual_memory().available:
                 self.free_idle_blocks()
 

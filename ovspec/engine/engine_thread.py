@@ -115,7 +115,7 @@ class EngineThread:
         irs = runtime.models.compiled_irs(self._drafter is not None)
         if warm_up:
             self._warm_up()
-            self.add_task(BackgroundTask(step for ir in irs for step in ir.large_pages.move_in_steps()))
+            self.add_task(BackgroundTask(step for ir in irs for step in ir.large_page_mover.move_in_steps()))
         cache_bytes = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
         self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, cache_bytes), 2**62))
         if self.max_cache_tokens < MIN_CACHE_TOKENS:

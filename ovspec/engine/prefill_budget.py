@@ -77,7 +77,7 @@ class PrefillBudget:
         if not max_tokens - WIDTH_SLACK_TOKENS < self._last_round_tokens <= max_tokens:
             self._last_round_tokens = max_tokens
         prompt_tokens = max(min_tokens, self._last_round_tokens - load.non_prompt_tokens)
-        return self._feed_rule.fit_into_inferences(load.non_prompt_tokens, prompt_tokens)
+        return self._feed_rule.choose_token_count_to_add(load.non_prompt_tokens, prompt_tokens)
 
     def learn_costs(self, load: RoundLoad, prompt_tokens: int, elapsed_ms: float) -> None:
         """Learn from an inference that took ``elapsed_ms`` and also read ``prompt_tokens`` tokens of prompts."""

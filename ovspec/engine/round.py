@@ -15,7 +15,7 @@ from ovspec.base.errors import InferenceError
 from ovspec.cache.decoder import Decoder, count_computed_tokens
 from ovspec.cache.prefill import PREFILL_THRESHOLD, choose_prefill_chunks
 from ovspec.cache.sequence import catch_up
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_PROPOSAL, NO_TOKENS, Proposal
 from ovspec.engine.prefill_budget import PrefillBudget, RoundLoad
@@ -54,7 +54,7 @@ def run_round(
     target: Decoder,
     drafter: Drafter | None,
     lookahead: Lookahead,
-    rows: list[RowStep],
+    rows: list[RowToDraft],
     prefill_budget: PrefillBudget | None = None,
 ) -> tuple[list[RowOutcome], RoundOutcome | None]:
     """Commit at least one token to every row, and leave no trace of rejected tokens.
@@ -117,7 +117,7 @@ def run_round(
     return outcomes, summarize_round(outcomes, unseen_by_row, proposals, computed_width, drafting_s, verifying_s)
 
 
-def run_row_step(step_function: Callable[..., RowOutcome], row: RowStep, *step_arguments: Any) -> RowOutcome:
+def run_row_step(step_function: Callable[..., RowOutcome], row: RowToDraft, *step_arguments: Any) -> RowOutcome:
     """Run a step of a row; if its constraints or a user's function fail, the row has ended, and the others go on."""
     with row.sampler.stopwatch:
         try:
@@ -128,7 +128,7 @@ def run_row_step(step_function: Callable[..., RowOutcome], row: RowStep, *step_a
             return RowOutcome(ended=True, error=error)
 
 
-def commit_forced_tokens(row: RowStep) -> RowOutcome:
+def commit_forced_tokens(row: RowToDraft) -> RowOutcome:
     """Commit the row's forced tokens. They need not be verified, because the target could choose nothing else."""
     constraints = row.sampler.constraints
     forced_ids = constraints.forced_tokens(row.sequence.tokens)[: row.budget]
@@ -140,7 +140,7 @@ def commit_forced_tokens(row: RowStep) -> RowOutcome:
     return RowOutcome(tokens, len(tokens), ended)
 
 
-def continue_after_forced(row: RowStep, outcome: RowOutcome) -> RowStep:
+def continue_after_forced(row: RowToDraft, outcome: RowOutcome) -> RowToDraft:
     """Return the row's step after its forced tokens."""
     return row._replace(
         budget=row.budget - outcome.forced_count, drafters_may_propose=row.drafters_may_propose and not outcome.ended
@@ -148,7 +148,7 @@ def continue_after_forced(row: RowStep, outcome: RowOutcome) -> RowStep:
 
 
 def begin_lookahead(
-    lookahead: Lookahead, rows: list[RowStep], target: Decoder, prefill_budget: PrefillBudget | None
+    lookahead: Lookahead, rows: list[RowToDraft], target: Decoder, prefill_budget: PrefillBudget | None
 ) -> None:
     """Begin a round of the lookahead, with the time that unread prompts leave."""
     if not prefill_budget:
@@ -163,7 +163,7 @@ def begin_lookahead(
 
 
 def collect_proposals(
-    rows: list[RowStep], outcomes: list[RowOutcome], drafter: Drafter | None, lookahead: Lookahead
+    rows: list[RowToDraft], outcomes: list[RowOutcome], drafter: Drafter | None, lookahead: Lookahead
 ) -> list[Proposal]:
     """Collect proposals from the drafter. A row without one tries the tokens that healing took back from its prompt."""
     proposals = [NO_PROPOSAL] * len(rows)
@@ -178,7 +178,7 @@ def collect_proposals(
     return proposals
 
 
-def find_unseen_tokens(rows: list[RowStep], outcomes: list[RowOutcome], target: Decoder) -> list[np.ndarray]:
+def find_unseen_tokens(rows: list[RowToDraft], outcomes: list[RowOutcome], target: Decoder) -> list[np.ndarray]:
     """Roll the target back to each row's text; return the row's tokens that it has not read, none of ended rows."""
     target.reuse_prefixes([row.sequence for row in rows])
     return [
@@ -203,7 +203,7 @@ def measure_load(unseen_by_row: list[np.ndarray], proposals: list[Proposal]) -> 
 
 
 def make_row_feeds(
-    rows: list[RowStep], unseen_by_row: list[np.ndarray], chunks: list[np.ndarray], proposals: list[Proposal]
+    rows: list[RowToDraft], unseen_by_row: list[np.ndarray], chunks: list[np.ndarray], proposals: list[Proposal]
 ) -> list[RowFeed]:
     """Return each row's feed: its chunk of unseen tokens and, if these are all, the proposal."""
     feeds = []
@@ -220,7 +220,7 @@ def make_row_feeds(
 
 
 def commit_chosen(
-    row: RowStep, forced_outcome: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, decoder_row: int
+    row: RowToDraft, forced_outcome: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, decoder_row: int
 ) -> RowOutcome:
     """Commit the accepted part of the proposal and one token of the target's own, after the row's forced tokens.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.drafter import DraftLimits, RowStep
+from ovspec.drafting.drafter import DraftLimits, RowToDraft
 from ovspec.engine.results import FinishReason, Piece, Provenance, Result, Stats
 from ovspec.engine.round import RowOutcome
 from ovspec.params import Params
@@ -153,11 +153,11 @@ class Row:
             self._context_length = min(self._context_length, max_length)
             self._record_max_tokens(max_length - self.prompt_length)
 
-    def row_step(self) -> RowStep:
+    def row_step(self) -> RowToDraft:
         """Return the row's step for the next round. Before the first token, which must not wait, nothing is drafted."""
         budget = self.max_length - len(self.sequence)
         draft_limits = NO_DRAFTING if self.prefill_only else self.draft_limits
-        return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, draft_limits)
+        return RowToDraft(self.sequence, self.sampler, budget, self.stats.rounds > 0, draft_limits)
 
     def add_outcome(self, outcome: RowOutcome) -> Piece:
         """Turn the tokens that a round committed into a piece of text; roll back tokens after the end of the text."""

@@ -19,7 +19,7 @@ from ovspec.engine.prompts import PromptEncoder
 from ovspec.engine.row_maker import RowMaker
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import may_use_gpu
-from ovspec.ir.gpu import free_at_exit
+from ovspec.ir.gpu import free_models_at_exit
 from ovspec.sampling.constraint_maker import ConstraintMaker
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import make_fingerprint, read_arithmetic_properties
@@ -72,7 +72,7 @@ class Runtime:
 
     def _free_at_exit(self) -> None:
         if any(may_use_gpu(ir.device) for ir in self.models.compiled_irs()):
-            free_at_exit(self)
+            free_models_at_exit(self)
 
     def close(self) -> None:
         """Free the compiled models, for all that share them; inferences raise InferenceError from now on."""

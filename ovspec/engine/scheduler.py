@@ -14,7 +14,7 @@ from ovspec.base.interrupts import DelayedInterrupts
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.prefill import should_wait_for_prefix
 from ovspec.cache.sequence import EMPTY_ROW, Sequence
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import FinishReason, Piece, Stats
@@ -31,7 +31,7 @@ class Schedulable(Protocol):
     finish_reason: FinishReason | None
     max_length: int  # tokens that the text may grow to
 
-    def row_step(self) -> RowStep: ...
+    def row_step(self) -> RowToDraft: ...
 
     def add_outcome(self, outcome: RowOutcome) -> Piece: ...
 
@@ -183,7 +183,9 @@ class Scheduler:
         self._running_rows = [running_row for running_row in self._running_rows if not running_row.row.finish_reason]
         return pieces
 
-    def _make_piece(self, running_row: RunningRow, row_step: RowStep, outcome: RowOutcome, length_before: int) -> Piece:
+    def _make_piece(
+        self, running_row: RunningRow, row_step: RowToDraft, outcome: RowOutcome, length_before: int
+    ) -> Piece:
         """Return a row's piece of text from its round; the last one if its constraints fail or take too long."""
         error = outcome.error
         constraint_seconds = row_step.sampler.stopwatch.restart()

@@ -16,7 +16,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import Sequence, measure_common_prefix
-from ovspec.drafting.drafter import RowStep
+from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten_proposal
 from ovspec.engine.decoders import DecoderSet
@@ -69,7 +69,7 @@ class Branch:
         self.sequence = sequence
         self.known_logits: dict[int, np.ndarray] = {}
         self.stats = Stats()
-        self.next_step = RowStep(sequence, PassiveSampler(), 1)
+        self.next_step = RowToDraft(sequence, PassiveSampler(), 1)
         self.last_outcome = RowOutcome()
         drafter = decoders.drafter if has_drafter else None
         # The lookahead learns from a round when the text has gone on.
@@ -80,7 +80,7 @@ class Branch:
         """The tokens that the target holds."""
         return self.decoders.target.rows[0]
 
-    def row_step(self) -> RowStep:
+    def row_step(self) -> RowToDraft:
         return self.next_step
 
     def add_outcome(self, outcome: RowOutcome) -> Piece:
@@ -230,7 +230,7 @@ class Branches:
             expected_tokens = min(expected_tokens, context_length - text_length)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         logits_rows = MAX_LOGITS_ROWS if all_new_positions or not is_prefill else 1
-        branch.next_step = RowStep(
+        branch.next_step = RowToDraft(
             sequence, PassiveSampler(), 1 + expected_tokens, not is_prefill, logits_rows=logits_rows
         )
         self._run_round(branch)

@@ -76,12 +76,12 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
                 reader.replace_source_output(state.output(0))
             parameters.append(state)
     results = [ops.result(source) for source in masks.values()]
-    sources = collect_ancestors(results)
+    sources = collect_ancestor_names(results)
     inputs = [parameter for parameter in parameters if parameter.get_friendly_name() in sources]
     return ov.Model(results, inputs, "attention_mask")  # type: ignore[misc]
 
 
-def collect_ancestors(nodes: Sequence[ov.Node]) -> set[str]:
+def collect_ancestor_names(nodes: Sequence[ov.Node]) -> set[str]:
     """Return the names of ``nodes`` and of all nodes that they are computed from."""
     node_names = set[str]()
     unvisited_nodes = list(nodes)

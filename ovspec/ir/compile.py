@@ -17,7 +17,7 @@ from openvino import opset13 as ops
 
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.ir.config import MODEL_FILE, ModelConfig, read_model_config
-from ovspec.ir.crashes import avoid_crash
+from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import (
     DeviceOptions,
     check_device,
@@ -26,7 +26,7 @@ from ovspec.ir.device import (
     may_use_gpu,
     openvino_core,
 )
-from ovspec.ir.large_pages import LargePages
+from ovspec.ir.large_pages import LargePageMover
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
@@ -76,7 +76,7 @@ class CompiledIR:
     picks_logits: bool  # as in ``ModelGraph``
     target_ids: np.ndarray | None  # as in ``ModelGraph``
     properties: dict[str, str]  # that it was compiled with
-    large_pages: LargePages  # moves its weights into large pages
+    large_page_mover: LargePageMover  # moves its weights into large pages
     last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens a row
 
     @property
@@ -152,7 +152,7 @@ def check_ir_folder(folder: Path) -> None:
     raise OvspecError(f"{folder}: no {MODEL_FILE} in it; name a folder made by 'ovspec export' or optimum-cli.")
 
 
-def check_weights(xml: Path) -> int:
+def check_weights_file(xml: Path) -> int:
     """Return the size in bytes of the .bin file that belongs to ``xml``.
 
     Raises OvspecError if either file is missing, or the .bin is shorter than the .xml says: OpenVINO maps it into
@@ -208,7 +208,7 @@ def find_lm_head(model: ov.Model) -> ov.Node | None:
     return node if node.get_type_name() == "MatMul" else None
 
 
-def pick_logits(model: ov.Model) -> bool:
+def add_logits_index_input(model: ov.Model) -> bool:
     """Add the input ``logits_idx`` [n] i64: flat indices (row * width + column) whose logits are computed.
 
     The hidden states are gathered before the lm_head, so ``logits`` becomes [1, n, vocab].
@@ -221,12 +221,12 @@ def pick_logits(model: ov.Model) -> bool:
     hidden_shape = hidden.get_partial_shape()
     if hidden_shape.rank.get_length() != 3 or hidden_shape[2].is_dynamic:
         return False
-    pick_rows(model, hidden, [lm_head.input(0)])
+    gather_rows_for_readers(model, hidden, [lm_head.input(0)])
     model.validate_nodes_and_infer_types()
     return True
 
 
-def pick_rows(model: ov.Model, hidden: ov.Output, readers: list[ov.Input]) -> ov.Output:
+def gather_rows_for_readers(model: ov.Model, hidden: ov.Output, readers: list[ov.Input]) -> ov.Output:
     """Let ``readers`` of hidden states [rows, columns, width] read only those that the input ``logits_idx`` [n] picks.
 
     Returns the picked ones, [1, n, width].
@@ -265,14 +265,14 @@ def read_target_ids(model: ov.Model) -> np.ndarray | None:
     return np.arange(len(offsets)) + offsets.astype(np.int64)
 
 
-def add_target_ids(model: ov.Model, target_ids: np.ndarray) -> None:
+def write_target_ids(model: ov.Model, target_ids: np.ndarray) -> None:
     """Let a model say that its logits are those of ``ids`` (n,) of its target."""
     add_output(
         model, ops.constant(target_ids - np.arange(len(target_ids)), dtype=ov.Type.i64).output(0), TARGET_IDS_OUTPUT
     )
 
 
-def read_model(folder: Path) -> ov.Model:
+def read_openvino_model(folder: Path) -> ov.Model:
     try:
         return openvino_core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
@@ -280,9 +280,9 @@ def read_model(folder: Path) -> ov.Model:
         raise OvspecError(f"{folder / MODEL_FILE}: {problem}; export it again.") from None
 
 
-def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> ModelGraph:
-    """Read the language model in ``folder``, and apply ``pick_logits`` and ``rewrite``."""
-    model = read_model(folder)
+def read_model_graph(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> ModelGraph:
+    """Read the language model in ``folder``, and apply ``add_logits_index_input`` and ``rewrite``."""
+    model = read_openvino_model(folder)
     states = find_model_states(model)
     input_names = {name for port in model.inputs for name in port.names}
     output_names = {name for port in model.outputs for name in port.names}
@@ -300,7 +300,7 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> 
             problem = f"its {TARGET_IDS_OUTPUT} doesn't name an id for each of its logits"
             raise OvspecError(f"{folder}: {problem}; export it again.")
         model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
-    picks_logits = pick_logits(model)
+    picks_logits = add_logits_index_input(model)
     if rewrite:
         rewrite(model)
     return ModelGraph(model, states, picks_logits, target_ids)
@@ -313,9 +313,9 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     """
     check_ir_folder(folder)
     check_device(options.device)
-    check_weights(folder / MODEL_FILE)
+    check_weights_file(folder / MODEL_FILE)
     with MODEL_READING_LOCK:
-        graph = read_ir(folder, rewrite)
+        graph = read_model_graph(folder, rewrite)
     return compile_graph(graph, folder, options)
 
 
@@ -325,8 +325,8 @@ def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> Co
     Raises OvspecError if the device can't compile it.
     """
     device = check_device(options.device)
-    properties = make_compile_properties(avoid_crash(folder, options))
-    large_pages = LargePages()
+    properties = make_compile_properties(choose_crash_free_options(folder, options))
+    large_pages = LargePageMover()
     try:
         compiled_model = openvino_core().compile_model(graph.model, device, properties)
     except RuntimeError as error:

@@ -32,12 +32,12 @@ class ModelConfig:
     @property
     def context_length(self) -> int | None:
         """Number of positions that the model was made for; None if the config doesn't say."""
-        return next(self.language_config._read_lengths(CONTEXT_KEYS), None)
+        return next(self.language_config._read_positive_integers(CONTEXT_KEYS), None)
 
     @property
     def layer_count(self) -> int | None:
         """Number of layers; None if the config doesn't say."""
-        return next(self.language_config._read_lengths(LAYER_KEYS), None)
+        return next(self.language_config._read_positive_integers(LAYER_KEYS), None)
 
     @property
     def attention_window(self) -> int | None:
@@ -45,12 +45,12 @@ class ModelConfig:
         keys = WINDOW_KEYS
         if self.language_config.json_object.get("use_sliding_window") is False:
             keys = keys[1:]
-        return min(self.language_config._read_lengths(keys), default=None)
+        return min(self.language_config._read_positive_integers(keys), default=None)
 
     @property
     def has_chunked_attention(self) -> bool:
         """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first one."""
-        return any(True for _ in self.language_config._read_lengths(("attention_chunk_size",)))
+        return any(True for _ in self.language_config._read_positive_integers(("attention_chunk_size",)))
 
     @property
     def rope_switch_length(self) -> int | None:
@@ -68,11 +68,15 @@ class ModelConfig:
     @property
     def convolution_width(self) -> int:
         """Number of inputs that Mamba's convolution sees."""
-        return next(self.language_config._read_lengths(("conv_kernel",)), 4)
+        return next(self.language_config._read_positive_integers(("conv_kernel",)), 4)
 
-    def _read_lengths(self, keys: tuple[str, ...]) -> Iterator[int]:
+    def _read_positive_integers(self, keys: tuple[str, ...]) -> Iterator[int]:
         values = (self.json_object.get(key) for key in keys)
-        return (length for length in values if type(length) is int and 0 < length < 2**31)
+        return (
+            positive_integer
+            for positive_integer in values
+            if type(positive_integer) is int and 0 < positive_integer < 2**31
+        )
 
 
 def read_model_config(folder: Path) -> ModelConfig:

@@ -50,13 +50,13 @@ class TrialOutcome:
     fault: str
 
 
-def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
+def choose_crash_free_options(folder: Path, options: DeviceOptions) -> DeviceOptions:
     """Return ``options``, in f32 where OpenVINO would crash on the model in ``folder``; a note says so once.
 
     Raises OvspecError if the user named the precision in which it crashes.
     """
     precision = resolve_precision(options)
-    if precision == "f32" or "CPU" not in list_possible_devices(options.device) or not has_gates(folder):
+    if precision == "f32" or "CPU" not in list_possible_devices(options.device) or not has_uncompressed_gates(folder):
         return options
     fault = find_trial_outcome(options).fault
     if not fault:
@@ -74,7 +74,7 @@ def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
     return replace(options, properties=options.properties | {"INFERENCE_PRECISION_HINT": "f32"})
 
 
-def has_gates(folder: Path) -> bool:
+def has_uncompressed_gates(folder: Path) -> bool:
     """Return whether the IR in ``folder`` has layers like the trial's: with a gate, and weights not compressed.
 
     Such a layer has two matrices of one shape and one of that shape transposed; without a gate it has as many of each.
@@ -119,11 +119,11 @@ def run_trial(device: str, properties: str, *trial_arguments: str) -> TrialOutco
         return None
     if exit_code == 0:
         return TrialOutcome("")
-    fault = name_fault(exit_code)
+    fault = name_fault_signal(exit_code)
     return TrialOutcome(fault) if fault else None
 
 
-def name_fault(exit_code: int) -> str | None:
+def name_fault_signal(exit_code: int) -> str | None:
     """Return which fault in its own code has ended a process with this exit code; None if none did."""
     if exit_code >= FIRST_WINDOWS_FAULT_CODE:
         return f"{exit_code:#x}"

@@ -75,13 +75,13 @@ def identify_machine(device: str = "CPU") -> tuple[str, ...]:
         processor,
         describe_instruction_set(),
         f"{count_cores()} cores",
-        system_name(),
+        system_and_processor(),
         f"OpenVINO {ov.get_version()}",
         *other_device_facts,
     )
 
 
-def system_name() -> str:
+def system_and_processor() -> str:
     """Return the operating system and the kind of processor; the bits of some functions depend on both."""
     return f"{platform.system()} {platform.machine()}"
 

@@ -20,8 +20,8 @@ from ovspec.ir.compile import (
     ModelGraph,
     add_output,
     find_model_states,
-    pick_rows,
-    read_model,
+    gather_rows_for_readers,
+    read_openvino_model,
     read_target_ids,
 )
 from ovspec.ir.config import read_model_config
@@ -50,7 +50,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     Raises:
         OvspecError: the head was made for another model.
     """
-    head_model = read_model(head)
+    head_model = read_openvino_model(head)
     layers = read_target_layers(head_model)
     layer_inputs = find_head_inputs(model, target, head)
     if max(layers) >= len(layer_inputs):
@@ -101,7 +101,7 @@ def read_target_layers(head: ov.Model) -> list[int]:
     return [int(layer) for layer in re.findall(r"\d+", head.get_rt_info(TARGET_LAYERS_INFO).astype(str))]
 
 
-def read_head(folder: Path, target: Path) -> ModelGraph:
+def read_head_graph(folder: Path, target: Path) -> ModelGraph:
     """Return the part of the head in ``folder`` that proposes, with the embedding of ``target`` if it has none.
 
     It has the input ``logits_idx`` like other models, which also picks rows of ``HIDDEN_OUTPUT``.
@@ -109,7 +109,7 @@ def read_head(folder: Path, target: Path) -> ModelGraph:
     Raises:
         OvspecError: the IR can't be read, or the head was made for another model.
     """
-    model = read_model(folder)
+    model = read_openvino_model(folder)
     states = find_model_states(model)
     target_ids = read_target_ids(model)
     for output_name in (FUSION_OUTPUT, TARGET_IDS_OUTPUT):
@@ -117,19 +117,19 @@ def read_head(folder: Path, target: Path) -> ModelGraph:
     model.remove_parameter(model.input(FUSION_INPUT).get_node())
     input_names = {name for port in model.inputs for name in port.names}
     if "input_ids" not in input_names:
-        share_embedding(model, folder, target)
+        use_target_embedding(model, folder, target)
     hidden = model.output(HIDDEN_OUTPUT).get_node().input_value(0)
-    picked_hidden = pick_rows(model, hidden, list(hidden.get_target_inputs()))
+    picked_hidden = gather_rows_for_readers(model, hidden, list(hidden.get_target_inputs()))
     hidden.get_tensor().set_names(set())
     picked_hidden.get_tensor().set_names({HIDDEN_OUTPUT})
     model.validate_nodes_and_infer_types()
     return ModelGraph(model, states, True, target_ids)
 
 
-def share_embedding(model: ov.Model, folder: Path, target: Path) -> None:
+def use_target_embedding(model: ov.Model, folder: Path, target: Path) -> None:
     """Replace the input ``inputs_embeds`` of a head by ``input_ids`` and the embedding of ``target``."""
     embeddings_parameter = model.input("inputs_embeds").get_node()
-    embedding_table = find_embedding(read_model(target)).input_value(0)
+    embedding_table = find_embedding(read_openvino_model(target)).input_value(0)
     target_width = embedding_table.get_partial_shape()[-1]
     head_width = embeddings_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:

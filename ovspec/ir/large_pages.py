@@ -25,7 +25,7 @@ MOVE_STEP_SECONDS = 0.02
 MAX_REFUSALS_IN_A_ROW = 16  # in a row, after which the system is taken to have no large pages left
 
 
-class LargePages:
+class LargePageMover:
     """Moves a model's weights into large pages while nothing is computed. Create it just before the model is compiled.
 
     The weights are taken to be the memory allocated from then until inferences have taken
@@ -33,27 +33,27 @@ class LargePages:
     """
 
     def __init__(self) -> None:
-        self._older_pages = set(list_large_pages(read_memory_ranges()))
+        self._older_pages = set(list_page_candidates(read_memory_ranges()))
         self.busy_requests: set[int] = set()  # requests that are computing, by their ids
         self.inference_seconds = 0.0  # of inference, until the mover starts
         self.last_inference_end = time.monotonic()  # the end of the latest inference
         self.is_done = not sys.platform.startswith("linux")
         self._refusals = 0  # in a row
         self._pages_to_move: Iterator[int] | None = None
-        self._mover: threading.Thread | None = None
+        self._mover_thread: threading.Thread | None = None
         self._lock = threading.Lock()  # held while a thread moves pages
 
-    def start_mover(self) -> None:
-        if not self._mover and not self.is_done:
-            self._mover = threading.Thread(target=self._move_when_idle, name="large pages", daemon=True)
-            self._mover.start()
+    def start_mover_thread(self) -> None:
+        if not self._mover_thread and not self.is_done:
+            self._mover_thread = threading.Thread(target=self._move_when_idle, name="large pages", daemon=True)
+            self._mover_thread.start()
 
-    def move_pages(self, seconds: float) -> None:
+    def move_weights_for(self, seconds: float) -> None:
         """Move weights for ``seconds``, or until all are moved."""
         deadline = time.perf_counter() + seconds
         with self._lock:
             if self._pages_to_move is None:
-                pages = [page for page in list_large_pages(read_memory_ranges()) if page not in self._older_pages]
+                pages = [page for page in list_page_candidates(read_memory_ranges()) if page not in self._older_pages]
                 self._pages_to_move = iter(pages)
             while not self.is_done and time.perf_counter() < deadline:
                 page = next(self._pages_to_move, None)
@@ -68,7 +68,7 @@ class LargePages:
     def move_in_steps(self) -> Iterator[None]:
         """Move all weights, a part at each step, for a server that is never idle long enough."""
         while not self.is_done:
-            self.move_pages(MOVE_STEP_SECONDS)
+            self.move_weights_for(MOVE_STEP_SECONDS)
             yield
 
     def _move_when_idle(self) -> None:
@@ -76,7 +76,7 @@ class LargePages:
             if self.busy_requests or time.monotonic() - self.last_inference_end < LEAST_IDLE_SECONDS:
                 time.sleep(LEAST_IDLE_SECONDS)
             else:
-                self.move_pages(MOVE_STEP_SECONDS)
+                self.move_weights_for(MOVE_STEP_SECONDS)
 
 
 def read_memory_ranges() -> list[tuple[int, int]]:
@@ -94,7 +94,7 @@ def read_memory_ranges() -> list[tuple[int, int]]:
     return ranges
 
 
-def list_large_pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
+def list_page_candidates(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
     """Yield the addresses of the large pages that lie within ``ranges``."""
     for start, end in ranges:
         yield from range(-(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file
 from ovspec.ir.device import uses_main_memory
 from ovspec.ir.heads import FEATURES_OUTPUT
 
@@ -34,7 +34,7 @@ def recurrent_row_bytes(ir: CompiledIR) -> float:
 
 def weights_fit_into_memory(folder: Path, size_factor: float) -> bool:
     """Return whether the weights in ``folder``, multiplied by ``factor``, fit into free memory."""
-    return size_factor * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
+    return size_factor * check_weights_file(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
 def count_free_tokens(irs: list[CompiledIR], row_count: int, idle_bytes: float = 0) -> float:
@@ -54,8 +54,8 @@ def count_tokens_in_bytes(irs: list[CompiledIR], row_count: int, memory_bytes: f
     return (memory_bytes - row_count * sum(map(recurrent_row_bytes, irs))) / token_bytes
 
 
-def check_free_memory(irs: list[CompiledIR], token_count: int, idle_bytes: float = 0) -> None:
-    """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory.
+def check_memory_for_tokens(irs: list[CompiledIR], token_count: int, idle_bytes: float = 0) -> None:
+    """Raise an OvspecError if the states for ``token_count`` more tokens don't fit into free memory.
 
     Counts only models in main memory.
 

@@ -21,7 +21,7 @@ class InferenceRequest:
         self.inferences = 0
         self._ir = ir
         self._picks_logits = ir.picks_logits
-        self._large_pages = ir.large_pages
+        self._large_pages = ir.large_page_mover
         self._outputs = ir.outputs
         self._logits_output = ir.outputs["logits"]
         self._inputs = [ir.inputs.get(name) for name in inputs]
@@ -78,7 +78,7 @@ class InferenceRequest:
         if pages.inference_seconds < large_pages.INFERENCE_SECONDS_BEFORE_MOVE:
             pages.inference_seconds += seconds
             if pages.inference_seconds >= large_pages.INFERENCE_SECONDS_BEFORE_MOVE:
-                pages.start_mover()
+                pages.start_mover_thread()
         self.inferences += 1
         self.has_run = True
         logits = request.get_output_tensor(self._logits_output).data

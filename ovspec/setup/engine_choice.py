@@ -15,11 +15,11 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
 from ovspec.base.progress import print_note
 from ovspec.cache.blocks import BlockTensors
-from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Arithmetic, Decoder, FeedRule, Rollback
+from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Arithmetic, Decoder, FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
-from ovspec.cache.stateful import make_stateful_decoder, use_trimming
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_error_line
-from ovspec.ir.crashes import avoid_crash
+from ovspec.cache.stateful import make_stateful_decoder, replace_masking_by_trimming
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file, compile_ir, last_error_line
+from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, is_gpu, may_use_gpu, resolve_precision
 from ovspec.ir.heads import HIDDEN_OUTPUT, add_features_output
 from ovspec.setup.exactness import (
@@ -52,7 +52,7 @@ class CompiledModel:
     ir: CompiledIR
     engine: EngineName
     engine_reason: str  # why this engine was chosen
-    rollback: Rollback
+    rollback: RollbackMethod
     feed_rule: FeedRule = FAST_RULE  # how tokens are fed
     arithmetic_note: str = "fast"  # or "exact", or a sentence: why exact arithmetic was requested and isn't possible
     proposals_are_free: bool = False  # verifying a token proposed for one text takes little time and changes no bit
@@ -165,7 +165,7 @@ class CompiledModel:
         self.arithmetic_note = "exact"
         self.proposals_are_free = self.engine == "paged" and exactness.guess <= MAX_FREE_PROPOSAL_COST
         if exactness.rule.rows_apart:
-            self.rollback = use_trimming(self.rollback)
+            self.rollback = replace_masking_by_trimming(self.rollback)
 
 
 def load_compiled_model(
@@ -193,7 +193,7 @@ def load_compiled_model(
             )
             wait_for_gpu_kernels(model.make_decoder(), model.ir.logits_width)
         return model
-    options = avoid_crash(folder, options)
+    options = choose_crash_free_options(folder, options)
     engine_reason = "as requested"
     if engine != "stateful":
         paged_check = check_paged(folder, options)
@@ -241,7 +241,7 @@ def load_model_giving_features(
     exactness = read_cached(Exactness, exactness_file)
     hashes_without_head: list[bytes] = []
     if not exactness:
-        if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
+        if check_weights_file(folder / MODEL_FILE) > LONG_PROBE_BYTES:
             probe_task = "finding out whether its head's features change a bit, once; this loads the model twice"
             print_note(f"{folder}: {probe_task}.")
         hashes_without_head = load_compiled_model(folder, options, engine, arithmetic).hash_logits()
@@ -326,7 +326,7 @@ def is_16_bit_by_default(options: DeviceOptions) -> bool:
 
 def probe_and_save_exactness(model: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
     """Find the rule of exact arithmetic, and remember it."""
-    if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
+    if check_weights_file(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         print_note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
     return write_cached(find_exactness_file(folder, options, model.engine), model.find_exactness())
 

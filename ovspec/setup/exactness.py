@@ -14,7 +14,7 @@ import numpy as np
 
 from ovspec.base.files import read_cached
 from ovspec.cache.decoder import Decoder, FeedRule
-from ovspec.ir.crashes import avoid_crash
+from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import DeviceOptions, make_compile_properties
 from ovspec.ir.gpu import wait_for_compilation
 from ovspec.setup.rollback_probing import find_findings_file
@@ -167,7 +167,7 @@ def read_saved_exactness(folder: Path, options: DeviceOptions, engine: str) -> E
 
 
 def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:
-    properties = make_compile_properties(avoid_crash(folder, options))
+    properties = make_compile_properties(choose_crash_free_options(folder, options))
     property_pairs = sorted(
         (property_name, value) for property_name, value in properties.items() if property_name != "CACHE_DIR"
     )

@@ -12,7 +12,7 @@ import openvino as ov
 from ovspec.base.files import require_model_path
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import format_property, system_name
+from ovspec.ir.device import format_property, system_and_processor
 from ovspec.ir.instruction_set import describe_instruction_set
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, TEMPLATES_FOLDER
@@ -118,6 +118,6 @@ def make_fingerprint(model: CompiledModel) -> JsonObject:
         "threads": int(compiled_model.get_property(THREADS_PROPERTY)) if has_threads_property else None,
         "profile": model.profile,
         "instruction_set": describe_instruction_set(),
-        "system": system_name(),
+        "system": system_and_processor(),
         "openvino": ov.get_version(),
     }

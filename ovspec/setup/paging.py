@@ -13,12 +13,12 @@ import openvino as ov
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
-from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Rollback
+from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_error_line
-from ovspec.ir.crashes import name_fault
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file, compile_ir, last_error_line
+from ovspec.ir.crashes import name_fault_signal
 from ovspec.ir.device import DeviceOptions, check_device, is_gpu, make_compile_properties
 from ovspec.ir.heads import add_features_output
 from ovspec.ir.instruction_set import describe_instruction_set
@@ -75,7 +75,7 @@ def compile_paged(
         rewrite_to_paged(model)
         if on_gpu:  # which joins products itself
             return
-        if check_weights(folder / MODEL_FILE) <= MAX_JOINED_BYTES:
+        if check_weights_file(folder / MODEL_FILE) <= MAX_JOINED_BYTES:
             join_products(model)
         if two_queries:
             allow_several_queries_per_token(model)
@@ -117,7 +117,7 @@ def check_paged_logits_in_process(folder: Path, options: DeviceOptions) -> Paged
     )
     if process.returncode == 0:
         return PagedCheck(**json.loads(process.stdout.splitlines()[-1]))
-    fault = name_fault(process.returncode) or "an error"
+    fault = name_fault_signal(process.returncode) or "an error"
     kv_precision = make_compile_properties(options).get("KV_CACHE_PRECISION")
     return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kv_precision} KV cache")
 
@@ -146,7 +146,7 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     text_ids, other_ids = np.split(
         np.random.default_rng(0).integers(0, ir.logits_width, text_length + 40), [text_length]
     )
-    decoder = StatefulDecoder(ir, Rollback(None))
+    decoder = StatefulDecoder(ir, RollbackMethod(None))
     stateful_logits = decoder.feed([text_ids], [8])[0].copy()
     decoder.reset(1)
     decoder.feed([text_ids[:-8]], [0])

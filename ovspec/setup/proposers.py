@@ -11,12 +11,12 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
-from ovspec.cache.decoder import FAST_RULE, FeedRule, Rollback
+from ovspec.cache.decoder import FAST_RULE, FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
-from ovspec.ir.crashes import avoid_crash
+from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import DeviceOptions, check_device, is_gpu
-from ovspec.ir.heads import HIDDEN_OUTPUT, read_head
+from ovspec.ir.heads import HIDDEN_OUTPUT, read_head_graph
 from ovspec.ir.matrix_products import join_products
 from ovspec.ir.paged_attention import rewrite_to_paged
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_arithmetic_rule
@@ -49,7 +49,7 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
         if not on_gpu:
             properties |= HEAD_PROPERTIES
     properties |= options.fixed_properties
-    head_graph = read_head(folder, target.ir.folder)
+    head_graph = read_head_graph(folder, target.ir.folder)
     check_target_ids(head_graph.target_ids, folder, target)
     is_paged = on_target_device and target.engine == "paged"
     if is_paged:
@@ -57,9 +57,9 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     if not on_gpu:  # which joins products itself, and whose compiled models can be read back
         join_products(head_graph.model)
         properties["CACHE_DIR"] = ""
-    ir = compile_graph(head_graph, folder, avoid_crash(folder, replace(options, properties=properties)))
+    ir = compile_graph(head_graph, folder, choose_crash_free_options(folder, replace(options, properties=properties)))
     if not is_paged:
-        return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
+        return CompiledModel(ir, "stateful", "as its target", RollbackMethod("mask"))
     model = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device))
     return choose_two_token_rule(model, options)
 

@@ -13,7 +13,7 @@ import openvino as ov
 from ovspec import __version__
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
-from ovspec.cache.decoder import Rollback, StateCopies
+from ovspec.cache.decoder import RollbackMethod, StateCopies
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
@@ -27,7 +27,7 @@ ROLLBACK_PROBE_VERSION = "3"  # a new version invalidates kept findings
 class ProbedRollback:
     """The rollback that probing found."""
 
-    rollback: Rollback
+    rollback: RollbackMethod
     setting: str  # the device and properties that it was found with
     seconds: float  # that probing took
 
@@ -49,7 +49,7 @@ def probe_rollback(ir: CompiledIR) -> ProbedRollback:
     """
     start_time = time.perf_counter()
     for kv_rollback in ("mask", "trim") if ir.kv_states else (None,):
-        rollback = Rollback(kv_rollback, replay=bool(ir.recurrent_states), copies=list_copy_modes(ir)[0])
+        rollback = RollbackMethod(kv_rollback, replay=bool(ir.recurrent_states), copies=list_copy_modes(ir)[0])
         if restores_clean_run(ir, rollback):
             mask_bound = find_safe_mask_bound(ir) if kv_rollback == "mask" else None
             if mask_bound != 0:
@@ -60,7 +60,7 @@ def probe_rollback(ir: CompiledIR) -> ProbedRollback:
     raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
 
 
-def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
+def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
     """Return whether junk that was fed and rolled back leaves no trace in the logits."""
     text_ids, junk_ids = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
@@ -90,8 +90,8 @@ def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     return bool(np.abs(rolled_back_logits - clean_logits).max() <= 10 * rounding_error + 1e-4 * clean_logits.std())
 
 
-def find_working_copy_modes(ir: CompiledIR, rollback: Rollback) -> StateCopies:
-    """Return which infer requests continue correctly with copied states; see ``Rollback``."""
+def find_working_copy_modes(ir: CompiledIR, rollback: RollbackMethod) -> StateCopies:
+    """Return which infer requests continue correctly with copied states; see ``RollbackMethod``."""
     for copy_mode in list_copy_modes(ir):
         if continues_like_clean_run(ir, replace(rollback, copies=copy_mode)):
             return copy_mode
@@ -106,7 +106,7 @@ def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
     return ("any", "run") if ir.device == "CPU" else ("run",)
 
 
-def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
+def continues_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
     """Return whether compacted rows, and a new request with their states, go on like a clean run."""
     text_ids, junk_ids = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
     tail_ids = text_ids[10:]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
-from ovspec.cache.decoder import Decoder, FeedRule, Rollback
+from ovspec.cache.decoder import Decoder, FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
@@ -51,7 +51,7 @@ class SettingTimer:
         self._folder = folder
         self._options = options
         ir = compile_ir(folder, DeviceOptions(properties=EXACT_PROPERTIES))
-        logits = StatefulDecoder(ir, Rollback(None)).feed([text_ids], [len(text_ids)])[0]
+        logits = StatefulDecoder(ir, RollbackMethod(None)).feed([text_ids], [len(text_ids)])[0]
         self._reference_logprobs = log_softmax(logits).astype(np.float32)
 
     def set_incumbent(self, setting: EngineSetting) -> Measurement:

@@ -16,7 +16,7 @@ import numpy as np
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.base.files import read_text, write_cached
 from ovspec.base.progress import print_note
-from ovspec.ir.compile import MODEL_FILE, check_weights
+from ovspec.ir.compile import MODEL_FILE, check_weights_file
 from ovspec.ir.config import read_model_config
 from ovspec.ir.device import (
     DeviceOptions,
@@ -152,7 +152,7 @@ def load_or_tune_profile(folder: Path, options: DeviceOptions) -> Profile | None
     profile = read_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
-    if check_weights(folder / MODEL_FILE) > MAX_AUTO_TUNED_BYTES:
+    if check_weights_file(folder / MODEL_FILE) > MAX_AUTO_TUNED_BYTES:
         print_note(
             f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings."
         )

@@ -15,7 +15,7 @@ import openvino_tokenizers
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, require_model_path
-from ovspec.ir.compile import check_weights, last_error_line
+from ovspec.ir.compile import check_weights_file, last_error_line
 from ovspec.ir.device import openvino_core
 from ovspec.text.infill import FIM_TOKEN_NAMES, find_fim_tokens
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
@@ -36,7 +36,7 @@ def openvino_core_with_strings() -> ov.Core:
 def compile_tokenizer(path: Path) -> ov.CompiledModel:
     if not path.is_file():
         raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
-    check_weights(path)
+    check_weights_file(path)
     try:
         return openvino_core_with_strings().compile_model(path, "CPU")
     except RuntimeError as error:

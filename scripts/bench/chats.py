@@ -48,7 +48,7 @@ import ovspec
 from ovspec.api.comparison import rotate_modes
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import DraftChoice
-from ovspec.ir.compile import MODEL_FILE, read_model
+from ovspec.ir.compile import MODEL_FILE, read_openvino_model
 from ovspec.ir.heads import read_target_layers
 from ovspec.ir.instruction_set import describe_instruction_set
 
@@ -260,8 +260,10 @@ def with_its_layers(head: Path, ours: str | None, scratch: Path) -> Path:
     """Tell openvino-genai which layers a head was trained on; its own are the outputs of 2, N/2 and N-3."""
     if not ours:
         raise RuntimeError("genai-head needs --draft head=PATH, which knows its layers")
-    model = read_model(head)
-    model.set_rt_info([layer - 1 for layer in read_target_layers(read_model(Path(ours)))], ["hidden_layers_list"])
+    model = read_openvino_model(head)
+    model.set_rt_info(
+        [layer - 1 for layer in read_target_layers(read_openvino_model(Path(ours)))], ["hidden_layers_list"]
+    )
     copy = Path(tempfile.mkdtemp(dir=scratch))  # each process has its own
     shutil.copytree(head, copy, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
     ov.save_model(model, copy / MODEL_FILE, compress_to_fp16=False)

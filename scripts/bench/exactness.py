@@ -30,7 +30,7 @@ from figures import Table, machine, median_and_range, milliseconds, ratios, take
 from harness import CODE, Option, arguments, run_capped
 
 import ovspec
-from ovspec.cache.decoder import Decoder, Rollback
+from ovspec.cache.decoder import Decoder, RollbackMethod
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
@@ -73,7 +73,7 @@ def drifts(model: Path, precision: str, kv_precision: str) -> Iterator[float]:
     """Yield the changes after rolling back, after compacting too, and after feeding in other groups."""
     text = Tokenizer(model).encode("".join(CODE))[:204]
     ir = compile_ir(model, DeviceOptions(precision=precision, kv_precision=kv_precision))
-    decoder = StatefulDecoder(ir, Rollback("mask"))
+    decoder = StatefulDecoder(ir, RollbackMethod("mask"))
     decoder.feed([text[:200]], [0])
     first = decoder.feed([text[200:]], [4])[0].copy()
     for way in ("again", "compacted", "regrouped"):

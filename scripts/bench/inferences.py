@@ -44,7 +44,7 @@ from ovspec_export import Compression, export_pair
 
 import ovspec
 from ovspec.base.files import read_text
-from ovspec.cache.decoder import Decoder, Rollback
+from ovspec.cache.decoder import Decoder, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import MODEL_FILE, compile_ir
@@ -176,7 +176,7 @@ def compare_pages(args: Namespace) -> None:
     decoders: dict[str, Decoder] = {pages: lm.target.make_decoder() for pages, lm in models.items()}
     widths = (1, 2, 5, 9)
     WidthTimes(decoders, models["small"].tokenizer, widths, 1, 1)  # weights are packed when they are first used
-    seconds = milliseconds(lambda: models["large"].target.ir.large_pages.move_pages(600.0)) / 1e3
+    seconds = milliseconds(lambda: models["large"].target.ir.large_page_mover.move_weights_for(600.0)) / 1e3
     times = WidthTimes(decoders, models["small"].tokenizer, widths, 20, 1)
     print(f"{machine(args.isa)}; moved in {seconds:.1f} s\n")
     table = Table("pages", *times.heads)
@@ -247,7 +247,7 @@ def decoder_for(folder: Path, setting: EngineSetting, kv_precision: str | None =
     device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""} | properties)
     if setting.engine == "paged":
         return PagedDecoder(compile_paged(folder, device, two_queries=False))  # the widths as they are
-    return StatefulDecoder(compile_ir(folder, device), Rollback("mask"), compaction_threshold=10**9)
+    return StatefulDecoder(compile_ir(folder, device), RollbackMethod("mask"), compaction_threshold=10**9)
 
 
 def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) -> dict[str, list[float]]:

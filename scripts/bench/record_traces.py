@@ -27,11 +27,11 @@ from harness import CODE, HERE, ROOT, Option, arguments, chats
 import ovspec
 from ovspec.cache.decoder import BaseDecoder
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, RowStep
-from ovspec.drafting.head import Head
+from ovspec.drafting.draft_model import ModelDrafter
+from ovspec.drafting.drafter import Drafter, RowToDraft
+from ovspec.drafting.head import HeadDrafter
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.lookup import Lookup
+from ovspec.drafting.lookup import LookupDrafter
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.processors import make_processors
@@ -77,7 +77,7 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
     sampler = make_sampler(params, 0, Constraints(make_processors(params, lambda _: start, frozenset())))
     steps = []
     for place in range(start, len(text)):
-        proposal = drafter.propose([RowStep(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
+        proposal = drafter.propose([RowToDraft(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
         truth = text[place : place + len(proposal.tokens)]
         same = [int(a) == b for a, b in zip(proposal.tokens, truth, strict=False)]
         right = same.index(False) if False in same else len(same)
@@ -89,8 +89,8 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
 def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     lm = ovspec.load(folder, args.draft or (folder / DRAFT_FOLDER).is_dir() or "lookup", precision=args.precision)
     decoders = lm.runtime.decoder_pool.acquire()
-    drafters: dict[str, Drafter] = {"lookup": Lookup()}
-    if isinstance(decoders.drafter, DraftModel):
+    drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
+    if isinstance(decoders.drafter, ModelDrafter):
         drafters["draft"] = decoders.drafter
     texts, whole = [], list[int]()
     for seed, prompt in enumerate(prompts):
@@ -104,7 +104,7 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
         texts.append({name: trace(drafter, whole, len(ids), params, args.most) for name, drafter in drafters.items()})
     text = np.array(whole)
     times = {"verify": times_by_width(decoders.target, text)}
-    if isinstance(decoders.drafter, Head):
+    if isinstance(decoders.drafter, HeadDrafter):
         decoders.target.reset(1)
         decoders.target.feed([text], [1])  # a head reads with the target's features
         times["draft"] = times_by_width(decoders.drafter.decoder, text)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
-from ovspec.ir.compile import read_model, read_target_ids
+from ovspec.ir.compile import read_openvino_model, read_target_ids
 
 MATRIX = re.compile(r"self\.(?:head\.)?(.*\.weight)$")  # "head." in IRs of earlier exports
 NORM = re.compile(r"__module\.(?:head\.)?(.*norm)/")
@@ -28,7 +28,7 @@ NORM = re.compile(r"__module\.(?:head\.)?(.*norm)/")
 
 def write_checkpoint(head: Path, output: Path) -> None:
     """Write ``output``; raises OvspecError if ``head`` can't be read, or is no head in int8 with ids of its own."""
-    model = read_model(head)
+    model = read_openvino_model(head)
     ids = read_target_ids(model)
     constants = {node.get_friendly_name(): node for node in model.get_ops() if node.get_type_name() == "Constant"}
 

@@ -25,7 +25,7 @@ from ovspec.cli import cli
 from ovspec.ir import compile as compile_module
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.memory import check_free_memory, kv_bytes_per_token
+from ovspec.ir.memory import check_memory_for_tokens, kv_bytes_per_token
 from ovspec.setup.inspection import compute_weight_shares, inspect_models
 from ovspec.setup.manifest import read_manifest
 
@@ -224,9 +224,9 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ir = load().target.ir
-    check_free_memory([ir], 1000)
+    check_memory_for_tokens([ir], 1000)
     with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB, but only \d+\.\d GB of memory are free"):
-        check_free_memory([ir], 10**9)
+        check_memory_for_tokens([ir], 10**9)
     monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: 1e12)
     monkeypatch.setattr(load().runtime.models, "_max_token_bytes", 1e12)
     with pytest.raises(ovspec.OvspecError, match="lower `max_tokens`"):

@@ -496,7 +496,7 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
                 assert decoder.blocks_used <= -(-(len(session) + 20) // size) + 1
                 assert decoder._tensors.capacity <= max(8, 2 * -(-(len(session) + 20) // size))
             else:
-                assert decoder._slots.slot_count <= len(session) + 256 + 20  # type: ignore[union-attr]
+                assert decoder._slot_tables.slot_count <= len(session) + 256 + 20  # type: ignore[union-attr]
         decoders = session._decoders
     for decoder in (decoders.target, decoders.draft):
         if isinstance(decoder, PagedDecoder):

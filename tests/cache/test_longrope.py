@@ -23,7 +23,7 @@ from kept import kept_model
 from transformers import AutoModelForCausalLM
 
 import ovspec
-from ovspec.cache.decoder import FeedRule, Rollback
+from ovspec.cache.decoder import FeedRule, RollbackMethod
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
 from ovspec.cache.stateful import RowByRowDecoder, make_stateful_decoder
 from ovspec.ir.compile import CompiledIR, compile_ir
@@ -79,7 +79,7 @@ def make(request: pytest.FixtureRequest, longrope: LongRope) -> Callable[[], Row
     def make_decoder() -> RowByRowDecoder:
         exact = request.param == "exact"
         decoder = make_stateful_decoder(
-            longrope.ir, Rollback("mask"), rule=FeedRule(first_apart=exact, rows_apart=exact)
+            longrope.ir, RollbackMethod("mask"), rule=FeedRule(first_apart=exact, rows_apart=exact)
         )
         assert isinstance(decoder, RowByRowDecoder)  # a long row would change the frequencies of the others
         return decoder

@@ -19,7 +19,7 @@ import ovspec.setup.paging
 from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, FeedRule
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
-from ovspec.ir.crashes import avoid_crash
+from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions
 from ovspec.ir.paged_attention import rewrite_to_paged
 from ovspec.ir.request import InferenceRequest
@@ -333,7 +333,7 @@ def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch
 def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: Any) -> None:
     """Tokens computed once more, in a fork's shared blocks too, leave the logits of all rows as they are."""
     try:
-        avoid_crash(pair, DeviceOptions(precision=precision, cache_dir=cache_dir))
+        choose_crash_free_options(pair, DeviceOptions(precision=precision, cache_dir=cache_dir))
     except ovspec.OvspecError as error:
         pytest.skip(str(error))
     lm = ovspec.load(pair, "none", precision=precision, cache_dir=cache_dir, engine="paged")

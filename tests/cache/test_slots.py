@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.cache.slots import Slots
+from ovspec.cache.slots import SlotTables
 
 # Extend each row by a count, truncate one row by a number of tokens, reorder to the picked rows, or compact.
 OPERATIONS = st.lists(
@@ -21,7 +21,7 @@ OPERATIONS = st.lists(
 @given(st.integers(1, 3), OPERATIONS)
 def test_every_row_reads_back_what_it_holds(rows: int, operations: list) -> None:
     """Lists of numbers stand in for the KV cache: the live slots, in order, must give each row."""
-    slots, held = Slots(rows), [[] for _ in range(rows)]
+    slots, held = SlotTables(rows), [[] for _ in range(rows)]
     cache = [[] for _ in range(rows)]  # by row, by slot
     name = 0
     for kind, argument in operations:

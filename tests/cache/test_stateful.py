@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ovspec.cache.stateful
-from ovspec.cache.decoder import FeedRule, Rollback
+from ovspec.cache.decoder import FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.prefill import copy_shared_prefixes
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
@@ -358,7 +358,7 @@ def test_which_kv_precisions_survive(precision: str, cache_dir: Path) -> None:
     for kv_precision in ("f32", "bf16", "f16", "u8"):
         options = DeviceOptions(precision=precision, kv_precision=kv_precision, cache_dir=cache_dir)
         ir = compile_ir(ROOT / "models" / "demo" / "draft", options)
-        decoder, other = (StatefulDecoder(ir, Rollback("mask")) for _ in range(2))
+        decoder, other = (StatefulDecoder(ir, RollbackMethod("mask")) for _ in range(2))
 
         def last(decoder: StatefulDecoder) -> np.ndarray:
             return decoder.feed([text[150:158]], [8])[0].copy()

@@ -23,10 +23,10 @@ from ovspec_export.draft_vocabulary import trim_ir
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import RowStep
+from ovspec.drafting.draft_model import ModelDrafter
+from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.ir.compile import add_target_ids
+from ovspec.ir.compile import write_target_ids
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.inspection import inspect_model
 from ovspec.setup.manifest import DRAFT_FOLDER
@@ -80,9 +80,9 @@ class Proposed:
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
     """Return a list to which each proposal of a draft model is added."""
     found: list[Proposed] = []
-    propose = DraftModel.propose
+    propose = ModelDrafter.propose
 
-    def noted(self: DraftModel, rows: list[RowStep], lookahead: Lookahead) -> Any:
+    def noted(self: ModelDrafter, rows: list[RowToDraft], lookahead: Lookahead) -> Any:
         made = propose(self, rows, lookahead)
         found.extend(
             Proposed(row.sequence.tokens.copy(), proposal.tokens)
@@ -91,7 +91,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
         )
         return made
 
-    monkeypatch.setattr(DraftModel, "propose", noted)
+    monkeypatch.setattr(ModelDrafter, "propose", noted)
     return found
 
 
@@ -132,7 +132,7 @@ def test_each_proposal_is_the_whole_drafts(
     """No bug changes the text: only the proposals show it."""
     if bug == "other ids":
         monkeypatch.setattr(
-            draft_vocabulary, "add_target_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))
+            draft_vocabulary, "write_target_ids", lambda model, ids: write_target_ids(model, np.roll(ids, 1))
         )
     elif bug == "rows of the next ids":
         entries = draft_vocabulary.select_constant_entries
@@ -202,7 +202,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     for number, (told, wrong) in enumerate(cases.items()):
         shutil.copytree(pair / DRAFT_FOLDER, tmp_path / f"{number}")
         monkeypatch.setattr(
-            draft_vocabulary, "add_target_ids", lambda model, _, wrong=wrong: add_target_ids(model, wrong)
+            draft_vocabulary, "write_target_ids", lambda model, _, wrong=wrong: write_target_ids(model, wrong)
         )
         trim_ir(tmp_path / f"{number}", ids, "draft")
         with pytest.raises(OvspecError, match=told):

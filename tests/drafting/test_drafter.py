@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.chain import Chain
+from ovspec.drafting.chain import DrafterChain
 from ovspec.drafting.choice import DraftChoice, parse_draft
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import (
     MAX_INDEX_EXCESS_TOKENS,
     MAX_MATCH_TOKENS,
     MIN_MATCH_TOKENS,
-    Lookup,
+    LookupDrafter,
     NgramIndex,
     index_texts,
 )
@@ -174,8 +174,10 @@ def test_each_row_has_the_proposal_of_one_drafter_within_its_budget() -> None:
             assert tokens[0] != 0, "it has a proposal"
             return itertools.repeat(2)
 
-    rows = [RowStep(Sequence([begin]), GreedySampler(), budget) for begin, budget in ((0, 9), (1, 4), (0, 3), (2, 1))]
-    found = Chain(First(), Second()).propose(rows, Lookahead(5))
+    rows = [
+        RowToDraft(Sequence([begin]), GreedySampler(), budget) for begin, budget in ((0, 9), (1, 4), (0, 3), (2, 1))
+    ]
+    found = DrafterChain(First(), Second()).propose(rows, Lookahead(5))
     assert [each.tokens.tolist() for each in found] == [[1] * 5, [2] * 3, [1] * 2, []]
 
 
@@ -569,7 +571,7 @@ def test_a_corpus_does_not_run_into_the_next_text() -> None:
 
 
 def test_lookup_copies_its_rows() -> None:
-    lookup = Lookup()
+    lookup = LookupDrafter()
     lookup.reset(1)
     lookup._row_indexes[0].follow_sequence(Sequence([1, 2, 3]))
     lookup.reorder([0, 0])

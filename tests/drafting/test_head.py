@@ -32,8 +32,8 @@ from ovspec.cache.head import HeadDecoder
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
 from ovspec.cache.stateful import RowByRowDecoder
-from ovspec.drafting.drafter import RowStep
-from ovspec.drafting.head import Head
+from ovspec.drafting.drafter import RowToDraft
+from ovspec.drafting.head import HeadDrafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir import heads as head_graphs
 from ovspec.ir.compile import CompiledIR
@@ -138,9 +138,9 @@ def torch_head(folder: Path, reference: Reference) -> TorchHead:
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
     """Return a list to which each proposal of a head is added."""
     found: list[Proposed] = []
-    propose = Head.propose
+    propose = HeadDrafter.propose
 
-    def noted(self: Head, rows: list[RowStep], lookahead: Lookahead) -> Any:
+    def noted(self: HeadDrafter, rows: list[RowToDraft], lookahead: Lookahead) -> Any:
         made = propose(self, rows, lookahead)
         for index, (row, proposal) in enumerate(zip(rows, made, strict=True)):
             if len(proposal.tokens):
@@ -148,7 +148,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
                 found.append(Proposed(row.sequence.tokens.copy(), known, proposal.tokens))
         return made
 
-    monkeypatch.setattr(Head, "propose", noted)
+    monkeypatch.setattr(HeadDrafter, "propose", noted)
     return found
 
 
@@ -273,10 +273,10 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, headed: ovspec.LanguageModel
 ) -> None:
     lm = headed
-    read = proposers.read_head(folder / "pair" / "draft", folder / "pair")
+    read = proposers.read_head_graph(folder / "pair" / "draft", folder / "pair")
     assert read.target_ids is not None
     beyond = read.target_ids + lm.target.ir.logits_width
-    monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, target_ids=beyond))
+    monkeypatch.setattr(proposers, "read_head_graph", lambda *_: replace(read, target_ids=beyond))
     with pytest.raises(ovspec.OvspecError, match=r"proposes token .* but its target has"):
         proposers.load_compiled_head(folder / "pair" / "draft", lm.target, DeviceOptions())
 

@@ -15,8 +15,8 @@ from known_misses import KINDS_SLOWER_THAN_BEST, LOWEST_CHAT, SLOWER_THAN_BEST, 
 from ovspec.cache.decoder import FAST_GPU_RULE, FeedRule
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.costs import WIDEST_INFERENCE, InferenceCosts
-from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import RowStep
+from ovspec.drafting.draft_model import ModelDrafter
+from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.lookahead import CATCH_UP_TOKENS, Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 from ovspec.sampling.samplers import DraftedToken, GreedySampler
@@ -415,7 +415,7 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     lookahead.learn_draft_step(2000, 0.5, reads_prompt=True)
     lookahead.learn_draft_step(1, 0.004)
     lookahead.learn_round(RoundOutcome([(guesses[0], 2)], 3, 0, False, 0.504, 0.0468))
-    assert lookahead.estimate_gain("draft", 1) > 0
+    assert lookahead.estimate_saved_token_ms("draft", 1) > 0
     assert lookahead._drafter_stats["draft"].recent_ms == pytest.approx(4 + 46.8, rel=0.03)
     fresh = Lookahead(None, lookahead.target_costs, lookahead.draft_costs)
     for _ in range(20):
@@ -426,7 +426,7 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
 def test_another_context_changes_all_costs_alike() -> None:
     """After a long document, plain rounds of a short text tell what several tokens cost there, too."""
     costs = InferenceCosts({1: 16.0, 2: 20.0, 8: 32.0}, 0.0)
-    costs.note_untimed(40, read_prompt=True)
+    costs.note_untimed_inference(40, read_prompt=True)
     for _ in range(100):
         costs.learn_inference(1, 10.0)
     assert costs(1) == pytest.approx(10.0, rel=0.01)
@@ -472,7 +472,9 @@ def test_what_the_rule_computes_anyway_is_filled_with_proposals() -> None:
     lookahead = Lookahead(None, target, InferenceCosts({1: 0.5, 8: 1.0}, 0.0))
     for width, ms in ((5, 20.0), (5, 22.0), (1, 19.0), (5, 20.0)):
         target.learn_inference(width, ms)
-        assert set(target.ms_by_width[:6]) == {target(5)} and set(target.next_costs()[:6]) == {target.next_costs()[5]}
+        assert set(target.ms_by_width[:6]) == {target(5)} and set(target.next_inference_costs()[:6]) == {
+            target.next_inference_costs()[5]
+        }
     unlikely = Proposal(np.arange(8), np.full(8, 0.1), source="lookup")
     assert len(lookahead.cut_proposal(unlikely, 1).tokens) == 4
     lookahead.begin_round()
@@ -497,17 +499,17 @@ def test_a_change_that_costs_less_than_expected_is_no_faster_inference() -> None
 
 def test_an_inference_is_filled_up_while_that_costs_less_than_a_change() -> None:
     costs = InferenceCosts({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0, True)
-    costs.note_untimed(8)
+    costs.note_untimed_inference(8)
     assert [costs.choose_fill_width(needed) for needed in (8, 9, 0)] == [8, 9, 0]
-    assert costs.next_costs()[[2, 7, 8, 9]].tolist() == pytest.approx([16.0, 16.0, 16.0, 27.0])
+    assert costs.next_inference_costs()[[2, 7, 8, 9]].tolist() == pytest.approx([16.0, 16.0, 16.0, 27.0])
     assert costs.choose_fill_width(2) == 8, "6 ms of filling cost less than 10"
     assert costs.choose_fill_width(2) == 2, "but 12 don't"
-    costs.note_untimed(2)
+    costs.note_untimed_inference(2)
     assert [costs.choose_fill_width(2) for _ in range(3)] == [2, 2, 2]
     never = InferenceCosts({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0)
-    never.note_untimed(8)
+    never.note_untimed_inference(8)
     assert never.choose_fill_width(2) == 2, "a stateful decoder can't be filled up"
-    assert never.next_costs()[2] == pytest.approx(20.0)
+    assert never.next_inference_costs()[2] == pytest.approx(20.0)
 
 
 def test_what_is_rounded_up_costs_as_much() -> None:
@@ -517,7 +519,7 @@ def test_what_is_rounded_up_costs_as_much() -> None:
         costs.learn_inference(width, ms)
     assert costs(3) == costs(4) > costs(2) > costs(1)
     assert len(set(costs.ms_by_width[5:9])) == 1
-    assert len(set(costs.next_costs()[9:17])) == 1
+    assert len(set(costs.next_inference_costs()[9:17])) == 1
 
 
 def test_a_profile_measured_on_a_busy_machine_is_corrected() -> None:
@@ -546,7 +548,7 @@ def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> Non
         return inner(drafter_name, unread_count, *arguments, **named)
 
     lookahead.should_draft = should_draft
-    row = RowStep(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
-    proposal = DraftModel(decoder).propose([row], lookahead)[0]
+    row = RowToDraft(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
+    proposal = ModelDrafter(decoder).propose([row], lookahead)[0]
     assert asked == [2], "it shares three tokens with the text"
     assert len(proposal.tokens)

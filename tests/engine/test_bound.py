@@ -17,7 +17,7 @@ from conftest import PROMPTS
 from moves import moving_texts
 
 import ovspec
-from ovspec.cache.decoder import FAST_RULE, FeedRule, Rollback, find_logits_positions, split_into_inferences
+from ovspec.cache.decoder import FAST_RULE, FeedRule, RollbackMethod, compute_logits_indices, split_into_inferences
 from ovspec.cache.paged import MAX_INFERENCE_TOKENS, PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.drafting.costs import WIDEST_INFERENCE, InferenceCosts
@@ -243,9 +243,9 @@ def no_more_logits(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch)
     del decoder
 
     def positions(counts: Any, wanted: Any, fewest: int, packed: bool = False) -> np.ndarray:
-        return find_logits_positions(counts, wanted, min(fewest, 2), packed)
+        return compute_logits_indices(counts, wanted, min(fewest, 2), packed)
 
-    monkeypatch.setattr("ovspec.cache.paged.find_logits_positions", positions)
+    monkeypatch.setattr("ovspec.cache.paged.compute_logits_indices", positions)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_place_that_ignores_the_rule_is_found(
 def test_the_stateful_engine_keeps_to_it(target_ir: CompiledIR, widths: list[tuple[int, int]], rule: FeedRule) -> None:
     text = np.random.default_rng(0).integers(3, 4096, 60)
     for wanted in (1, 8, 50, 60):
-        whole, bounded = (StatefulDecoder(target_ir, Rollback("trim"), rule=each) for each in (FAST_RULE, rule))
+        whole, bounded = (StatefulDecoder(target_ir, RollbackMethod("trim"), rule=each) for each in (FAST_RULE, rule))
         expected = whole.feed([text], [wanted])[0].copy()
         widths.clear()
         found = bounded.feed([text], [wanted])[0]
@@ -304,8 +304,8 @@ def test_the_lookahead_knows_what_a_second_inference_costs() -> None:
 
 
 def test_prompts_fill_inferences_beside_others() -> None:
-    assert FAST_RULE.fit_into_inferences(40, 100) == 100
+    assert FAST_RULE.choose_token_count_to_add(40, 100) == 100
     rule = FeedRule(most=64)
     for width, wanted, room in ((8, 100, 56), (8, 40, 40), (60, 3, 3), (100, 64, 28)):
-        assert rule.fit_into_inferences(width, wanted) == room
-    assert rule.fit_into_inferences(60, 100) == 68, "four tokens are too few to read a prompt by"
+        assert rule.choose_token_count_to_add(width, wanted) == room
+    assert rule.choose_token_count_to_add(60, 100) == 68, "four tokens are too few to read a prompt by"

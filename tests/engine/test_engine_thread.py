@@ -144,7 +144,7 @@ def test_weights_are_moved_into_large_pages_between_rounds(engine: EngineThread)
     first.result()
     irs = engine.runtime.models.compiled_irs()
     ends = time.monotonic() + 30
-    while not all(ir.large_pages.is_done for ir in irs):
+    while not all(ir.large_page_mover.is_done for ir in irs):
         assert time.monotonic() < ends
         time.sleep(0.01)
 

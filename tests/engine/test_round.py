@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.cache.decoder import FAST_RULE, Rollback
+from ovspec.cache.decoder import FAST_RULE, RollbackMethod
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.engine.round import RowOutcome, run_round
 from ovspec.sampling.constraint import Constraint, Constraints
@@ -22,7 +22,7 @@ VOCAB = 11
 class Counting:
     """A language model whose next token is a fixed function of all tokens before it."""
 
-    rollback = Rollback("mask")
+    rollback = RollbackMethod("mask")
     context_length: int | None = None
     rule = FAST_RULE
     fills_width = False
@@ -74,7 +74,7 @@ class Scripted(Drafter):
 
 
 def a_round(target: Counting, proposals: list[list[int]], sequence: Sequence, budget: int) -> RowOutcome:
-    row = RowStep(sequence, GreedySampler(), budget + 1)
+    row = RowToDraft(sequence, GreedySampler(), budget + 1)
     outcomes, _ = run_round(target, Scripted(proposals), Lookahead(budget), [row])  # type: ignore[arg-type]  # it is never forked
     return outcomes[0]
 
@@ -104,7 +104,7 @@ class Forcing(Constraint):
 
 @given(st.integers(1, 6))
 def test_forced_tokens_stay_within_the_budget(budget: int) -> None:
-    row = RowStep(Sequence([1, 2]), GreedySampler(Constraints([Forcing()])), budget)
+    row = RowToDraft(Sequence([1, 2]), GreedySampler(Constraints([Forcing()])), budget)
     outcome = run_round(Counting(), None, Lookahead(), [row])[0][0]  # type: ignore[arg-type]
     assert outcome.tokens.tolist() == [3] * min(budget, 5)
     assert outcome.ended == (budget <= 4)

@@ -14,7 +14,7 @@ from ovspec_export.agreement import LOGITS_TOLERANCE, check_agreement, compute_i
 from transformers import AutoModelForCausalLM
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.slots import Slots
+from ovspec.cache.slots import SlotTables
 
 
 def model(**options: Any) -> Any:
@@ -70,7 +70,9 @@ def test_a_wrong_export_is_found(pair: Path, spoil: Callable[[Any], None]) -> No
 
 def test_padding_that_is_seen_in_a_batch_is_found(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Slots, "attention_mask", property(lambda slots: np.ones((len(slots.row_lengths), slots.slot_count), np.int64))
+        SlotTables,
+        "attention_mask",
+        property(lambda slots: np.ones((len(slots.row_lengths), slots.slot_count), np.int64)),
     )
     with pytest.raises(OvspecError, match=r"computes other logits in a batch: .* please report the name of this model"):
         check_agreement(model(), pair)

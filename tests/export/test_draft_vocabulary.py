@@ -18,7 +18,7 @@ from ovspec_export.sources import Source
 from ovspec_export.worker import round_weights
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, add_target_ids, find_lm_head, read_target_ids
+from ovspec.ir.compile import MODEL_FILE, find_lm_head, read_target_ids, write_target_ids
 from ovspec.ir.device import openvino_core
 
 VOCAB, WIDTH = 301, 64  # an odd number of rows
@@ -119,7 +119,7 @@ BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda constant, axis, ids: ENTRIES(constant, axis, np.minimum(ids + 1, VOCAB - 1)),
     ),
     "swapped halves": ("select_constant_entries", swapped_halves),
-    "other ids": ("add_target_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))),
+    "other ids": ("write_target_ids", lambda model, ids: write_target_ids(model, np.roll(ids, 1))),
     "bias of the first ids": (
         "select_constant_entries",
         lambda constant, axis, ids: ENTRIES(constant, axis, np.arange(len(ids)) if axis == -1 else ids),

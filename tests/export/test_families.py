@@ -26,7 +26,7 @@ from ovspec_export.environments import OVERLAYS, TRANSFORMERS_5_2, Environment, 
 from ovspec_export.families import FAMILIES as REGISTRY
 
 import ovspec
-from ovspec.cache.decoder import Arithmetic, Rollback
+from ovspec.cache.decoder import Arithmetic, RollbackMethod
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.engine.decoders import DecoderSet
 from ovspec.ir.compile import compile_ir
@@ -125,7 +125,7 @@ def check_u8_cache(name: str, folder: Path, cache_dir: Path, expected: list[int]
     def logits(kv_precision: str, begin: np.ndarray, steps: int) -> np.ndarray:
         """Return the logits after ``begin``, fed at once, and after further tokens of ``text``, fed one by one."""
         options = DeviceOptions(precision="f32", kv_precision=kv_precision, cache_dir=cache_dir)
-        decoder = StatefulDecoder(compile_ir(folder, options), Rollback(None))
+        decoder = StatefulDecoder(compile_ir(folder, options), RollbackMethod(None))
         return np.concatenate([decoder.feed([new], [1])[0].copy() for new in [begin, *text[count:][:steps, None]]])
 
     exact, seen = logits("f32", prompt, TOKENS - 1), logits("u8", prompt, TOKENS - 1)

@@ -38,7 +38,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import find_model_states
 from ovspec.ir.config import read_model_config
 from ovspec.ir.device import openvino_core
-from ovspec.ir.heads import read_head
+from ovspec.ir.heads import read_head_graph
 from ovspec.ir.paged_attention import rewrite_to_paged
 from ovspec.setup.manifest import read_manifest
 
@@ -287,7 +287,7 @@ def test_the_interface(tmp_path: Path) -> None:
 
 def test_what_drafts_can_be_paged(pair: Path, tmp_path: Path) -> None:
     checkpoint = write_head(tmp_path / "head", target=TARGET_CONFIG, embedding=False)
-    model = read_head(converted(checkpoint, tmp_path / "ir"), pair).model
+    model = read_head_graph(converted(checkpoint, tmp_path / "ir"), pair).model
     rewrite_to_paged(model)
     request = openvino_core().compile_model(model, "CPU", F32).create_infer_request()
     for port in request.model_inputs:

@@ -133,7 +133,7 @@ def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyP
         if len(branches._branches) > 2 or tokens > 200:
             raise OvspecError(f"no room for {tokens}")
 
-    monkeypatch.setattr("ovspec.engine.decoders.check_free_memory", check_memory)
+    monkeypatch.setattr("ovspec.engine.decoders.check_memory_for_tokens", check_memory)
     monkeypatch.setattr("ovspec.engine.decoders.LEAST_CHECKED_BYTES", 0)
     branches.request_logits([*ids_of(lm, 2, 40), *ids_of(lm, 3, 40)])
     assert len(branches._branches) == 2

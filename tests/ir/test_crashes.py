@@ -15,7 +15,7 @@ from conftest import PROMPTS, ROOT, TARGET
 
 import ovspec
 from ovspec.ir import crashes
-from ovspec.ir.crashes import avoid_crash, has_gates, run_trial
+from ovspec.ir.crashes import choose_crash_free_options, has_uncompressed_gates, run_trial
 from ovspec.ir.device import DeviceOptions, make_compile_properties
 from ovspec.ir.instruction_set import list_instruction_sets
 from ovspec.setup.exactness import find_exactness_file
@@ -89,7 +89,7 @@ def test_where_openvino_crashes_f32_is_used_and_told(
     assert found["target"]["kv_precision"] == "f32"
     assert trials() == 1
     options = DeviceOptions(threads=1, cache_dir=tmp_path)
-    chosen = avoid_crash(pair, options)
+    chosen = choose_crash_free_options(pair, options)
     assert find_exactness_file(pair, options, engine) == find_exactness_file(pair, chosen, engine)
 
 
@@ -117,11 +117,11 @@ def test_other_failures_of_the_trial_say_nothing(
     trials = plant(code)
     monkeypatch.setattr(crashes, "TRIAL_SECONDS", 1.0)
     options = DeviceOptions(cache_dir=tmp_path / "cache")
-    assert avoid_crash(pair, options) is options
-    assert avoid_crash(pair, options) is options
+    assert choose_crash_free_options(pair, options) is options
+    assert choose_crash_free_options(pair, options) is options
     assert trials() == 1, "once in a process"
     monkeypatch.setattr(crashes, "known_outcomes", {})
-    avoid_crash(pair, options)
+    choose_crash_free_options(pair, options)
     assert trials() == 2, "but it isn't remembered"
 
 
@@ -134,11 +134,11 @@ def test_only_what_could_crash_is_tried(plant: Callable[[str], Callable[[], int]
         (pair, DeviceOptions(precision="f32", cache_dir=tmp_path)),
         (pair, DeviceOptions(device="GPU", cache_dir=tmp_path)),
     ]:
-        assert avoid_crash(folder, options) is options
+        assert choose_crash_free_options(folder, options) is options
     assert trials() == 0
-    assert has_gates(pair) and not has_gates(DEMO)
+    assert has_uncompressed_gates(pair) and not has_uncompressed_gates(DEMO)
     for device, threads in (("CPU", 1), ("CPU", 2), ("AUTO:CPU", None)):
-        chosen = avoid_crash(pair, DeviceOptions(device, threads=threads, cache_dir=tmp_path))
+        chosen = choose_crash_free_options(pair, DeviceOptions(device, threads=threads, cache_dir=tmp_path))
         assert chosen.fixed_properties["INFERENCE_PRECISION_HINT"] == "f32"
     assert trials() == 3, "each setting has its own"
 
@@ -160,7 +160,7 @@ def test_only_what_could_crash_is_tried(plant: Callable[[str], Callable[[], int]
 def test_layers_with_a_gate(tmp_path: Path, kind: str, shapes: list[str], expected: bool) -> None:
     constants = [f'<data element_type="{kind}" shape="{shape}" offset="0" size="1" />' for shape in shapes]
     (tmp_path / "openvino_model.xml").write_text("\n".join(constants))
-    assert has_gates(tmp_path) == expected
+    assert has_uncompressed_gates(tmp_path) == expected
 
 
 @pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=pytest.mark.slow)])

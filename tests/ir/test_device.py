@@ -12,7 +12,7 @@ from conftest import PROMPTS, ROOT
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.cache.decoder import Rollback
+from ovspec.cache.decoder import RollbackMethod
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir import device as device_module
 from ovspec.ir.compile import compile_ir
@@ -220,7 +220,7 @@ def test_a_precision_keeps_its_bits_after_another_was_compiled(pair: Path, tmp_p
 
     def logits(precision: str, **options: Any) -> np.ndarray:
         ir = compile_ir(pair, DeviceOptions(precision=precision, **options))
-        return StatefulDecoder(ir, Rollback(None)).feed([np.arange(5, 15)], [4])[0].copy()
+        return StatefulDecoder(ir, RollbackMethod(None)).feed([np.arange(5, 15)], [4])[0].copy()
 
     expected = logits("f32", properties={"CACHE_DIR": ""})
     for precision in list_native_precisions():

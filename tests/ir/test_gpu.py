@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from ovspec.ir import gpu
-from ovspec.ir.gpu import free_at_exit, free_registered_models, wait_for_compilation
+from ovspec.ir.gpu import free_models_at_exit, free_registered_models, wait_for_compilation
 
 
 def test_work_in_the_background_is_waited_for() -> None:
@@ -53,8 +53,8 @@ def test_models_are_freed_when_the_process_ends(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu, "wait_for_compilation", lambda: freed.append("waited"))
     held = [Held(freed), Held(freed)]
     for each in held:
-        free_at_exit(each)
-    free_at_exit(Held(freed))  # which nobody keeps
+        free_models_at_exit(each)
+    free_models_at_exit(Held(freed))  # which nobody keeps
     assert registered == [free_registered_models]
     free_registered_models()
     assert freed == ["waited", "model", "model"]

@@ -16,7 +16,14 @@ from conftest import PROMPTS
 
 import ovspec
 from ovspec.ir import large_pages
-from ovspec.ir.large_pages import ENOMEM, PAGE_BYTES, LargePages, collapse_page, list_large_pages, read_memory_ranges
+from ovspec.ir.large_pages import (
+    ENOMEM,
+    PAGE_BYTES,
+    LargePageMover,
+    collapse_page,
+    list_page_candidates,
+    read_memory_ranges,
+)
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -34,23 +41,23 @@ def can_collapse() -> bool:
     with mmap.mmap(-1, 4 * PAGE_BYTES, PRIVATE) as memory:
         memory.write(bytes(range(256)) * (4 * PAGE_BYTES // 256))
         start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-        return collapse_page(next(list_large_pages([(start, start + 4 * PAGE_BYTES)]))) == 0
+        return collapse_page(next(list_page_candidates([(start, start + 4 * PAGE_BYTES)]))) == 0
 
 
 def test_pages_lie_within_their_ranges() -> None:
     assert list(
-        list_large_pages([(0, PAGE_BYTES), (PAGE_BYTES + 1, 3 * PAGE_BYTES), (5 * PAGE_BYTES, 6 * PAGE_BYTES - 1)])
+        list_page_candidates([(0, PAGE_BYTES), (PAGE_BYTES + 1, 3 * PAGE_BYTES), (5 * PAGE_BYTES, 6 * PAGE_BYTES - 1)])
     ) == [0, 2 * PAGE_BYTES]
 
 
 def test_memory_is_moved_and_stays_the_same() -> None:
-    before, large = huge_megabytes(), LargePages()
+    before, large = huge_megabytes(), LargePageMover()
     values = np.random.default_rng(0).integers(0, 256, 1 << 24, dtype=np.uint8).tobytes()
     memory = mmap.mmap(-1, 1 << 24, PRIVATE)  # numpy's own arrays request large pages themselves
     memory.write(values)
     start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
     assert any(a <= start and start + len(values) <= b for a, b in read_memory_ranges())
-    large.move_pages(60.0)
+    large.move_weights_for(60.0)
     assert memory[:] == values
     if not can_collapse():
         pytest.skip(f"no large pages here ({THP.read_text() if THP.exists() else 'none'})")
@@ -71,7 +78,7 @@ def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(large_pages, "collapse_page", counted)
     for loaded in (lm.target, lm.draft):
         assert loaded
-        loaded.ir.large_pages._older_pages.clear()  # a process that has run for a while reuses memory it had before
+        loaded.ir.large_page_mover._older_pages.clear()  # a process that has run long reuses memory it had before
     lm.use_large_pages()
     again = lm.generate(PROMPTS[0], max_tokens=20, lookahead=3)
     assert again.token_ids == expected.token_ids
@@ -93,11 +100,11 @@ def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> li
         return answer(page)
 
     monkeypatch.setattr(large_pages, "read_memory_ranges", list)
-    large = LargePages()
+    large = LargePageMover()
     monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(0, 100 * PAGE_BYTES)])
     monkeypatch.setattr(large_pages, "collapse_page", refusing)
     for _ in range(3):
-        large.move_pages(5.0)
+        large.move_weights_for(5.0)
     return asked
 
 
@@ -115,13 +122,13 @@ def wait_until(reached: Callable[[], bool]) -> bool:
 
 def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    large = LargePages()
+    large = LargePageMover()
     monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(0, 60 * PAGE_BYTES)])
     monkeypatch.setattr(large_pages, "collapse_page", lambda page: asked.append(page) or time.sleep(0.01) or 0)
     monkeypatch.setattr(large_pages, "LEAST_IDLE_SECONDS", 0.05)
     large.busy_requests.add(2)
     large.last_inference_end = 0.0
-    large.start_mover()
+    large.start_mover_thread()
     time.sleep(0.2)
     assert not asked, "a request is computing"
     large.busy_requests.discard(2)
@@ -142,22 +149,24 @@ def test_only_a_process_with_much_to_do_moves_them(
 ) -> None:
     lm = ovspec.load(pair, precision="f32", cache_dir=cache_dir)
     lm.generate(PROMPTS[0], max_tokens=5)
-    assert not lm.target.ir.large_pages._mover
-    monkeypatch.setattr(large_pages, "INFERENCE_SECONDS_BEFORE_MOVE", lm.target.ir.large_pages.inference_seconds + 1e-6)
+    assert not lm.target.ir.large_page_mover._mover_thread
+    monkeypatch.setattr(
+        large_pages, "INFERENCE_SECONDS_BEFORE_MOVE", lm.target.ir.large_page_mover.inference_seconds + 1e-6
+    )
     lm.generate(PROMPTS[0], max_tokens=5)
-    mover = lm.target.ir.large_pages._mover
+    mover = lm.target.ir.large_page_mover._mover_thread
     assert mover
     mover.join(20)
-    assert lm.target.ir.large_pages.is_done
+    assert lm.target.ir.large_page_mover.is_done
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    large = LargePages()
+    large = LargePageMover()
     begin = 1 << 60  # where this process has no memory: what it had before isn't moved
     monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(begin, begin + 2000 * PAGE_BYTES)])
     monkeypatch.setattr(large_pages, "collapse_page", lambda page: asked.append(page) or 0)
-    threads = [threading.Thread(target=large.move_pages, args=(5.0,)) for _ in range(4)]
+    threads = [threading.Thread(target=large.move_weights_for, args=(5.0,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

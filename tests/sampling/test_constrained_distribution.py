@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 
 import ovspec.sampling.samplers as sampler_module
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.draft_model import ModelDrafter
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.engine.round import run_round
 from ovspec.grammars.sources import convert_regex
@@ -96,8 +96,8 @@ def exact(params: Params) -> dict[tuple[int, ...], float]:
 def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> tuple[Counter[Any], Counter[str]]:
     """Return how often each text was drawn, and how many tokens were forced, proposed and accepted."""
     target = Bigrams(TARGET)
-    drafters: dict[str, Any] = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}
-    drafters["head"] = DraftModel(Bigrams(DRAFT, HEAD.target_ids), HEAD)  # type: ignore[arg-type]
+    drafters: dict[str, Any] = {"model": ModelDrafter(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}
+    drafters["head"] = ModelDrafter(Bigrams(DRAFT, HEAD.target_ids), HEAD)  # type: ignore[arg-type]
     counts, done = Counter[Any](), Counter[str]()
     ends = frozenset({END})
     constraints = Constraints([GRAMMARS.make_constraint(GRAMMAR, 1, ends)], ends)  # whose state is the text alone
@@ -108,7 +108,7 @@ def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> 
             drafters[drafter].reset(1)
         sampler = make_sampler(replace(params, seed=seed, accept=accept), 0, constraints)
         while len(sequence) == 1 or not constraints.has_ended(sequence.tokens):
-            outcomes, _ = run_round(target, drafters[drafter], Lookahead(3), [RowStep(sequence, sampler, 9)])
+            outcomes, _ = run_round(target, drafters[drafter], Lookahead(3), [RowToDraft(sequence, sampler, 9)])
             done["forced"] += outcomes[0].forced_count
             done["proposed"] += len(outcomes[0].proposal.tokens)
             done["accepted"] += outcomes[0].accepted_count

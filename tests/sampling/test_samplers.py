@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.draft_model import DraftModel
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.draft_model import ModelDrafter
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS
 from ovspec.engine.round import run_round
@@ -270,8 +270,8 @@ def texts(accept: AcceptRule, drafter: str, params: Params, draws: int, k: int =
     """Return how often each text of three tokens was generated, (125,)."""
     counts = np.zeros(5**LENGTH, dtype=int)
     target = Bigrams(TARGET)
-    head = DraftModel(Bigrams(DRAFT, HEAD.target_ids), HEAD)  # type: ignore[arg-type]
-    drafters = {"model": DraftModel(Bigrams(DRAFT)), "head": head, "cyclic": Cyclic(), "none": None}  # type: ignore[dict-item]
+    head = ModelDrafter(Bigrams(DRAFT, HEAD.target_ids), HEAD)  # type: ignore[arg-type]
+    drafters = {"model": ModelDrafter(Bigrams(DRAFT)), "head": head, "cyclic": Cyclic(), "none": None}  # type: ignore[dict-item]
     for seed in range(draws):
         sequence = Sequence([0])
         target.reset(1)
@@ -279,7 +279,7 @@ def texts(accept: AcceptRule, drafter: str, params: Params, draws: int, k: int =
             drafters[drafter].reset(1)
         choose: Sampler = make_sampler(dataclasses.replace(params, seed=seed, accept=accept), 0, constrained(params, 1))
         while len(sequence) < LENGTH + 1:
-            run_round(target, drafters[drafter], Lookahead(k), [RowStep(sequence, choose, k + 1)])
+            run_round(target, drafters[drafter], Lookahead(k), [RowToDraft(sequence, choose, k + 1)])
         a, b, c = sequence.tokens[1 : LENGTH + 1].tolist()
         counts[25 * a + 5 * b + c] += 1
     return counts
@@ -442,11 +442,11 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
         sequence, target = Sequence([0]), Bigrams(TARGET)
         choose = make_sampler(make_params({"sampler": sample, "sampler_options": {"power": 3}}), 0, UNCONSTRAINED)
         while len(sequence) < 30:
-            run_round(target, drafter, Lookahead(4), [RowStep(sequence, choose, 30 - len(sequence))])
+            run_round(target, drafter, Lookahead(4), [RowToDraft(sequence, choose, 30 - len(sequence))])
         return seen[:29], sequence.tokens[:30].tolist()
 
     plain: Callable[..., Any] = calls
-    assert plain(None) == plain(Cyclic()) == plain(DraftModel(Bigrams(DRAFT)))  # type: ignore[arg-type]
+    assert plain(None) == plain(Cyclic()) == plain(ModelDrafter(Bigrams(DRAFT)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("returned", [None, "x", 7, -1, [1, 2]])

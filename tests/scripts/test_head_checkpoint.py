@@ -13,7 +13,7 @@ from head_checkpoint import write_checkpoint
 from ovspec_export.heads import load_head_checkpoint
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import read_model, read_target_ids
+from ovspec.ir.compile import read_openvino_model, read_target_ids
 
 
 def test_only_a_head_in_int8_gives_back_its_checkpoint(
@@ -30,7 +30,7 @@ def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
     """The head in torch computes what the IR computes in f32."""
     shipped = ROOT / "models" / "smollm2-head"
     write_checkpoint(shipped, tmp_path / "head")
-    head, model = load_head_checkpoint(tmp_path / "head"), read_model(shipped)
+    head, model = load_head_checkpoint(tmp_path / "head"), read_openvino_model(shipped)
     exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
     request = ov.Core().compile_model(model, "CPU", exact).create_infer_request()
     tokens, states, taps = torch.randn(1, 5, 576), torch.randn(1, 5, 576), torch.randn(1, 5, 3 * 576)

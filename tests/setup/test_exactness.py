@@ -14,7 +14,7 @@ from conftest import PROMPTS, ROOT, STRICT
 
 import ovspec
 import ovspec.setup.engine_choice
-from ovspec.cache.decoder import FAST_RULE, Arithmetic, FeedRule, Rollback
+from ovspec.cache.decoder import FAST_RULE, Arithmetic, FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder, map_queries_to_tokens
 from ovspec.cache.stateful import StatefulDecoder, make_stateful_decoder
 from ovspec.ir.compile import CompiledIR, compile_ir
@@ -284,20 +284,20 @@ def test_planted_differences_are_found(make: Make, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("rollback", "rule"),
-    [(Rollback("mask"), FeedRule(first_apart=True, rows_apart=True)), (Rollback("trim"), FAST_RULE)],
+    [(RollbackMethod("mask"), FeedRule(first_apart=True, rows_apart=True)), (RollbackMethod("trim"), FAST_RULE)],
     ids=["masked", "together"],
 )
-def test_the_stateful_engine_by_its_rule(pair: Path, rollback: Rollback, rule: FeedRule) -> None:
+def test_the_stateful_engine_by_its_rule(pair: Path, rollback: RollbackMethod, rule: FeedRule) -> None:
     """Only with a first token of its own, and with rejected tokens cut off. One thread: more may split attention."""
     ir = compile_ir(pair, DeviceOptions(precision="f32", threads=1))
     found = find_exactness(
-        lambda rule: make_stateful_decoder(ir, Rollback("mask"), rule=rule), "stateful", ir.logits_width
+        lambda rule: make_stateful_decoder(ir, RollbackMethod("mask"), rule=rule), "stateful", ir.logits_width
     )
     if not found.rule:
         pytest.skip(f"no rule for the stateful engine on this processor: {found}")
     trial = ExactnessTrial((40, 70), (1, 2, 1, 8), ())
     assert probe_feed_rule(
-        make_stateful_decoder(ir, Rollback("mask"), rule=found.rule), ir.logits_width, trial
+        make_stateful_decoder(ir, RollbackMethod("mask"), rule=found.rule), ir.logits_width, trial
     ).is_exact
     assert not probe_feed_rule(StatefulDecoder(ir, rollback, rule=rule), 4096, trial).is_exact
 

@@ -16,8 +16,8 @@ from conftest import ROOT
 import ovspec
 import ovspec.cache.stateful
 import ovspec.setup.rollback_probing
-from ovspec.cache.decoder import Rollback
-from ovspec.cache.slots import Slots
+from ovspec.cache.decoder import RollbackMethod
+from ovspec.cache.slots import SlotTables
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
@@ -31,7 +31,7 @@ DEMO = ROOT / "models" / "demo"
 
 
 def test_a_mask_suffices_for_the_demo_pair(target_ir: CompiledIR) -> None:
-    assert probe_rollback(target_ir).rollback == Rollback("mask")
+    assert probe_rollback(target_ir).rollback == RollbackMethod("mask")
     assert find_mask_bound(target_ir) == UNBOUNDED
 
 
@@ -39,14 +39,14 @@ def test_a_mask_suffices_for_the_demo_pair(target_ir: CompiledIR) -> None:
 def test_probing_is_cheap_and_says_what_it_cost(folder: Path, precision: str) -> None:
     ir = compile_ir(folder, DeviceOptions(precision=precision))
     probe = probe_rollback(ir)
-    assert probe.rollback == Rollback("mask")
+    assert probe.rollback == RollbackMethod("mask")
     assert 0 < probe.seconds < 1
     assert f"INFERENCE_PRECISION_HINT={precision}" in probe.setting
 
 
 def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU does, which ignores states of a request that hasn't run, and other values where it copies none."""
-    assert find_working_copy_modes(target_ir, Rollback("mask")) == "any"
+    assert find_working_copy_modes(target_ir, RollbackMethod("mask")) == "any"
     write, infer, ran = ovspec.cache.stateful.write_states, InferenceRequest.infer, set[Any]()
 
     def noting(self: InferenceRequest, *given: Any) -> Any:
@@ -60,25 +60,25 @@ def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: p
             write(request, values)
 
     monkeypatch.setattr(ovspec.cache.stateful, "write_states", ignoring)
-    assert find_working_copy_modes(target_ir, Rollback("mask")) == "run"
+    assert find_working_copy_modes(target_ir, RollbackMethod("mask")) == "run"
     monkeypatch.setattr(ovspec.cache.stateful, "gather_states", lambda *_: None)
-    assert find_working_copy_modes(target_ir, Rollback("mask")) is None
+    assert find_working_copy_modes(target_ir, RollbackMethod("mask")) is None
 
 
 def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_alive(self: Slots) -> np.ndarray:
+    def all_alive(self: SlotTables) -> np.ndarray:
         return np.ones((len(self.row_lengths), self.slot_count), dtype=np.int64)
 
-    monkeypatch.setattr(Slots, "attention_mask", property(all_alive))
-    assert probe_rollback(target_ir).rollback == Rollback("trim")
+    monkeypatch.setattr(SlotTables, "attention_mask", property(all_alive))
+    assert probe_rollback(target_ir).rollback == RollbackMethod("trim")
 
 
 def test_trim_where_the_bound_is_in_doubt(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trim if neither the config nor the attention mask shows the bound."""
     monkeypatch.setattr(ovspec.setup.rollback_probing, "find_mask_bound", lambda _: None)
-    assert probe_rollback(target_ir).rollback == Rollback("mask"), "the config has no window"
+    assert probe_rollback(target_ir).rollback == RollbackMethod("mask"), "the config has no window"
     monkeypatch.setattr(target_ir, "config", ModelConfig())
-    assert probe_rollback(target_ir).rollback == Rollback("trim")
+    assert probe_rollback(target_ir).rollback == RollbackMethod("trim")
 
 
 def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_window_is_found_in_the_mask_itself(
     ir = compile_ir(folder / "ir", DeviceOptions(precision="f32"))
     assert ir.config.attention_window == (window if told else None)
     assert find_mask_bound(ir) == window
-    assert probe_rollback(ir).rollback == Rollback("mask", window)
+    assert probe_rollback(ir).rollback == RollbackMethod("mask", window)
 
 
 def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

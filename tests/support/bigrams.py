@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.cache.decoder import FAST_RULE, Decoder, Features, Rollback
+from ovspec.cache.decoder import FAST_RULE, Decoder, Features, RollbackMethod
 from ovspec.cache.sequence import Sequence
 
 
 class Bigrams:
     """A decoder whose logits depend on the last token; a head's are those of its ids only, (n,)."""
 
-    rollback = Rollback("mask")
+    rollback = RollbackMethod("mask")
     context_length: int | None = None
     rule = FAST_RULE
     fills_width = False

@@ -21,7 +21,7 @@ from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.sources import Source
 
 from ovspec.base.errors import OvspecError
-from ovspec.drafting.drafter import Drafter, RowStep
+from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 
@@ -36,7 +36,7 @@ class Mistaken(Drafter):
     def seconds(self) -> float:  # type: ignore[override]
         return self.inner.seconds
 
-    def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
+    def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         return [self.spoil(proposal) for proposal in self.inner.propose(rows, lookahead)]
 
     def spoil(self, proposal: Proposal) -> Proposal:

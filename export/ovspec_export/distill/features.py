@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import open_replacement
-from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_model_states, read_model
+from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_model_states, read_openvino_model
 from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 from ovspec_export.channel import is_stop_requested, report_progress
@@ -290,7 +290,7 @@ def write_target_tables(folder: Path, file: Path) -> None:
 
     One that is tied to the other is left out.
     """
-    model = read_model(folder)
+    model = read_openvino_model(folder)
     lm_head = require_lm_head(model)
     embedding_table = find_embedding(model).input_value(0)
     lm_head_weights = lm_head.input_value(1)

@@ -10,7 +10,7 @@ import openvino as ov
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import print_note
-from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, find_lm_head, read_ir
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights_file, find_lm_head, read_model_graph
 from ovspec.ir.heads import check_layers_have_keys, find_head_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec_export.distill.trimming import check_trimmable, choose_most_used_ids
@@ -70,7 +70,7 @@ def require_config_number(source: Source, config_key: str) -> int:
 def check_target_ir(folder: Path, name: str, for_head: bool) -> None:
     """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
     check_ir_folder(folder)
-    check_weights(folder / MODEL_FILE)
+    check_weights_file(folder / MODEL_FILE)
 
     def check_graph(model: ov.Model) -> None:
         if for_head:
@@ -78,7 +78,7 @@ def check_target_ir(folder: Path, name: str, for_head: bool) -> None:
             if find_lm_head(model) is None:
                 raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
 
-    read_ir(folder, check_graph)
+    read_model_graph(folder, check_graph)
 
 
 def check_target_checkpoint(target: Source) -> None:

@@ -12,7 +12,7 @@ import psutil
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import format_size
-from ovspec.ir.compile import MODEL_FILE, check_weights
+from ovspec.ir.compile import MODEL_FILE, check_weights_file
 from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
@@ -193,7 +193,7 @@ def estimate_memory(plan: DistillPlan) -> float:
     """
     target_copies = 1 + bool(plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()))
     if plan.target.is_ir:
-        generating_bytes = float(check_weights(plan.target.folder / MODEL_FILE))
+        generating_bytes = float(check_weights_file(plan.target.folder / MODEL_FILE))
     else:
         generating_bytes = plan.target.parameter_count * WEIGHT_FORMATS["int8"] / 8
     if plan.kind == "trimmed draft":
