@@ -41,7 +41,7 @@ def check_agreement(model: PreTrainedModel, folder: Path, tolerance: float = LOG
     ir = compile_ir(folder, DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
     text_ids = draw_token_ids(ir)
     shortened_ids = text_ids[: 2 * len(text_ids) // 3]
-    compute_in_f32(model)
+    enable_f32_computation(model)
     checkpoint_logits = [
         compute_checkpoint_logits(model, tokens, ir.logits_width) for tokens in (text_ids, shortened_ids)
     ]
@@ -68,7 +68,7 @@ def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray
 
     decoder = RowByRowDecoder(make_decoder) if ir.needs_single_rows else make_decoder()
     decoder.reset(len(rows))
-    single_steps = count_single_steps(rows[-1])
+    single_steps = count_tokens_fed_singly(rows[-1])
     fed_batches = [[row[:-single_steps] for row in rows]] + [
         [row[n : n + 1 or None] for row in rows] for n in range(-single_steps, 0)
     ]
@@ -76,7 +76,7 @@ def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray
     return [np.concatenate(row_logits) for row_logits in zip(*logits, strict=True)]
 
 
-def count_single_steps(tokens: np.ndarray) -> int:
+def count_tokens_fed_singly(tokens: np.ndarray) -> int:
     """Return how many tokens at the end of a text are fed one by one."""
     return min(MAX_SINGLE_TOKEN_STEPS, len(tokens) // 2)
 
@@ -110,18 +110,18 @@ def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.n
     Of all but ``TIED_POSITION_SHARE`` of the positions, it is the largest, of those read at once and of those read one
     by one; infinity for logits that are not numbers.
     """
-    single_steps = count_single_steps(ir_logits[-1])
+    single_steps = count_tokens_fed_singly(ir_logits[-1])
     pairs = zip(ir_logits, checkpoint_logits, strict=True)
-    row_differences = [np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30) for a, b in pairs]
+    position_differences = [np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30) for a, b in pairs]
     difference_groups = [
         np.nan_to_num(part, nan=np.inf)
-        for row in row_differences
-        for part in (row[:-single_steps], row[-single_steps:])
+        for text_differences in position_differences
+        for part in (text_differences[:-single_steps], text_differences[-single_steps:])
     ]
     return max(float(np.quantile(part, 1 - TIED_POSITION_SHARE, method="lower")) for part in difference_groups)
 
 
-def compute_in_f32(model: Module) -> None:
+def enable_f32_computation(model: Module) -> None:
     """Let a model with weights in 16 bits compute in f32: each layer's weights are converted while it is computed."""
     import torch
 

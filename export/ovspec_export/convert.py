@@ -80,8 +80,8 @@ def convert_source(
         with show_step(f"{source.name}: copying the IR of {format_size(source.size_in_bytes)}", keep_line=True):
             copy_ir_files(source, folder)
         return
-    arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
-    runs_code = source.runs_code(trust_remote_code)
+    arguments = ["--model", str(source.path), "--task", "text-generation-with-past"]
+    runs_code = source.runs_own_code(trust_remote_code)
     arguments += [*compression.optimum_arguments(), *["--trust-remote-code"] * runs_code]
     optimum_format = arguments[arguments.index("--weight-format") + 1]
     group_note = ""
@@ -89,26 +89,26 @@ def convert_source(
         group_note = f" in groups of {compression.group_size}"
     heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {optimum_format}{group_note}"
     with show_step(heading, keep_line=True) as conversion_step:
-        run_job(
+        run_worker_job(
             "export_with_optimum",
             source,
             folder,
             arguments=[*arguments, str(folder)],
-            source=str(source.folder),
+            source=str(source.path),
             model_type=source.model_type,
             trust_remote_code=runs_code,
             **({"tap_layers": tap_layers, "states_file": str(states_file)} if tap_layers else {}),
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
-            path_arguments = {"source": str(source.folder), "folder": str(folder)}
-            run_job("convert_tokenizer", source, folder, **path_arguments, trust_remote_code=trust_remote_code)
+            path_arguments = {"source": str(source.path), "folder": str(folder)}
+            run_worker_job("convert_tokenizer", source, folder, **path_arguments, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         conversion_step.result = describe_folder_size(folder)
     if compression.calibration:
         heading = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
         with show_step(f"{source.name}: {heading}", keep_line=True) as compression_step:
-            run_job(
+            run_worker_job(
                 "calibrate_weights",
                 source,
                 folder,
@@ -121,7 +121,7 @@ def convert_source(
             compression_step.result = describe_folder_size(folder)
     elif compression.weight_format == "bf16":
         with show_step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep_line=True) as rounding:
-            run_job("round_to_bf16", source, folder, folder=str(folder))
+            run_worker_job("round_to_bf16", source, folder, folder=str(folder))
             rounding.result = describe_folder_size(folder)
 
 
@@ -140,13 +140,13 @@ def convert_head(
     weight_format = compression.weight_format
     heading = f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {weight_format}"
     with show_step(heading, keep_line=True) as conversion_step:
-        run_job(
+        run_worker_job(
             "convert_eagle_head",
             source,
             folder,
-            source=str(source.folder),
+            source=str(source.path),
             folder=str(folder),
-            target="" if target.is_ir else str(target.folder),
+            target="" if target.is_ir else str(target.path),
             name=source.name,
             tap_layers=tap_layers,
             weight_format=weight_format,
@@ -159,17 +159,17 @@ def convert_head(
         conversion_step.result = describe_folder_size(folder)
 
 
-def make_first_layers(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
+def make_first_layers_checkpoint(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
     with show_step(f"{source.name}: making a draft from its first {layer_count} layers", keep_line=True):
-        run_job(
+        run_worker_job(
             "save_first_layers",
             source,
             folder.parent,
-            source=str(source.folder),
+            source=str(source.path),
             layer_count=layer_count,
             folder=str(folder),
-            trust_remote_code=source.runs_code(trust_remote_code),
+            trust_remote_code=source.runs_own_code(trust_remote_code),
         )
     return Source(f"{source.name}, first {layer_count} layers", folder, is_ir=False, revision=source.revision)
 
@@ -195,10 +195,10 @@ def copy_ir_files(source: Source, folder: Path) -> None:
     def is_ir_file(file: Path) -> bool:
         return file.name != MANIFEST_FILE and (file.suffix in TEXT_SUFFIXES or file.name.startswith("openvino_"))
 
-    copy_model_files(source.folder, folder, is_ir_file)
+    copy_model_files(source.path, folder, is_ir_file)
 
 
-def run_job(
+def run_worker_job(
     job: str, model: Source, scratch_folder: Path, on_message: MessageHandler | None = None, /, **arguments: JsonValue
 ) -> bool:
     """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch_folder``.
@@ -304,7 +304,7 @@ def describe_folder_size(folder: Path) -> str:
     return format_size(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
 
 
-def estimate_space(source: Source, compression: Compression) -> float:
+def estimate_disk_space(source: Source, compression: Compression) -> float:
     """Return the disk space for exporting ``source``, in bytes: its IR and, if made first, the uncompressed one."""
     if source.is_ir:
         return source.size_in_bytes
@@ -318,7 +318,7 @@ def estimate_space(source: Source, compression: Compression) -> float:
     return 1.05 * (final_bytes + source.parameter_count * 4 * bool(passes_through_fp32)) + checkpoint_bytes + 20e6
 
 
-def fit_group_size(source: Source, compression: Compression) -> Compression:
+def choose_group_size(source: Source, compression: Compression) -> Compression:
     """Return ``compression`` with groups that divide the rows of the weights, if it has only int4 and no group size.
 
     Raises:

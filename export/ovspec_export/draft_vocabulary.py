@@ -47,7 +47,7 @@ def write_draft_vocabulary(folder: Path, ids: np.ndarray) -> None:
 
 def is_trimmed(source: Source) -> bool:
     """Return whether a model proposes only some ids."""
-    return has_trimmed_vocabulary(source.folder) if source.is_ir else (source.folder / DRAFT_VOCABULARY_FILE).is_file()
+    return has_trimmed_vocabulary(source.path) if source.is_ir else (source.path / DRAFT_VOCABULARY_FILE).is_file()
 
 
 def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
@@ -59,10 +59,10 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
     if isinstance(draft, HeadSource) or not is_trimmed(draft):
         return None
     if draft.is_ir:
-        check_weights_file(draft.folder / MODEL_FILE)
-        ids = read_target_ids(read_openvino_model(draft.folder))
+        check_weights_file(draft.path / MODEL_FILE)
+        ids = read_target_ids(read_openvino_model(draft.path))
     else:
-        ids = np.array(read_dataclass(DraftVocabularyFile, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
+        ids = np.array(read_dataclass(DraftVocabularyFile, draft.path / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
     if ids is None or not len(ids):
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
     vocab_size = min(source.get_config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
@@ -96,14 +96,14 @@ def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
     model = read_openvino_model(folder)
     # The embedding may have the lm_head's weights, so the rows come from a second reading.
-    model_copy = read_openvino_model(folder)
+    second_model = read_openvino_model(folder)
     logits_operations = find_logits_operations(model)
     previous_node = logits_operations[0].input_value(0).get_node()
     row_axis = -2 if logits_operations[0].get_attributes()["transpose_b"] else -1
-    for node, copied_node in zip(logits_operations, find_logits_operations(model_copy), strict=True):
-        for port, copied_value in zip(node.inputs(), copied_node.input_values(), strict=True):
+    for node, copy_node in zip(logits_operations, find_logits_operations(second_model), strict=True):
+        for port, copy_input_value in zip(node.inputs(), copy_node.input_values(), strict=True):
             if port.get_source_output().get_node().get_name() != previous_node.get_name():
-                port.replace_source_output(copied_value)
+                port.replace_source_output(copy_input_value)
                 select_port_entries(port, row_axis, ids)
         previous_node = node
         row_axis = -1
@@ -127,7 +127,7 @@ def find_logits_operations(model: ov.Model) -> list[ov.Node]:
 
 
 def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
-    """Keep only the entries ``ids`` along ``row_axis``, counted from the end, of the tensor at an operation's input.
+    """Keep only the entries ``ids`` along ``axis``, counted from the end, of the tensor at an operation's input.
 
     Raises ValueError if an unknown operation makes that tensor.
     """
@@ -157,7 +157,7 @@ def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
 
 
 def select_constant_entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
-    """Return a constant with the entries ``ids`` along ``row_axis``, which counts from the end."""
+    """Return a constant with the entries ``ids`` along ``axis``, which counts from the end."""
     shape = list(constant.get_output_shape(0))
     element_type = constant.get_element_type()
     stored_values = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]

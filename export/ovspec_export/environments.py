@@ -63,7 +63,7 @@ class Environment:
     def is_prepared(self) -> bool:
         """Whether the overlay is there and whole; a copy that was made by hand may not be."""
         dist_info_names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
-        return all(is_wheel_whole(self.overlay_folder / dist_info_name) for dist_info_name in dist_info_names)
+        return all(is_wheel_complete(self.overlay_folder / dist_info_name) for dist_info_name in dist_info_names)
 
 
 TRANSFORMERS_5_2 = Environment(
@@ -87,7 +87,7 @@ OPTIMUM_INTEL_2_2 = Environment(
 OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
 
 
-def is_wheel_whole(dist_info: Path) -> bool:
+def is_wheel_complete(dist_info: Path) -> bool:
     """Return whether every file that the RECORD in a wheel's ``.dist-info`` lists is there, in the size it lists."""
     folder = str(dist_info.parent)
     file_count = 0

@@ -9,12 +9,12 @@ from ovspec.base.progress import print_note, show_step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import check_converted_files, convert_head, convert_source, make_first_layers
+from ovspec_export.convert import check_converted_files, convert_head, convert_source, make_first_layers_checkpoint
 from ovspec_export.draft_vocabulary import trim_ir
 from ovspec_export.export_plan import plan_export
 from ovspec_export.folders import open_partial_folder
 from ovspec_export.gguf_checkpoint import write_gguf_checkpoint
-from ovspec_export.manifests import complete_export, describe_model, read_installed_versions
+from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 from ovspec_export.quality import evaluate_exports, format_quality_table
 from ovspec_export.sources import GgufSource, HeadSource, Source
 from ovspec_export.text_part import extract_text_model
@@ -67,11 +67,13 @@ def export_pair(
     )
     with open_partial_folder(output, overwrite) as work_folder:
         sources = [
-            make_checkpoint(source, work_folder / f"checkpoint-{i}", options.weight_format)
+            ensure_readable_checkpoint(source, work_folder / f"checkpoint-{i}", options.weight_format)
             for i, (source, options) in enumerate(zip(plan.sources, plan.compressions, strict=False))
         ]
         if draft_layers is not None:
-            sources.append(make_first_layers(sources[0], draft_layers, work_folder / "first-layers", trust_remote_code))
+            sources.append(
+                make_first_layers_checkpoint(sources[0], draft_layers, work_folder / "first-layers", trust_remote_code)
+            )
         model_folders = [work_folder, work_folder / DRAFT_FOLDER]
         model_entries = []
         states_file = work_folder / "states.npy"
@@ -83,7 +85,7 @@ def export_pair(
             check_converted_files(source, folder)
             if source.is_ir and folder != work_folder and not isinstance(source, HeadSource):
                 check_same_vocabulary(work_folder, folder)
-            model_entries.append(describe_model(source, folder, options, work_folder))
+            model_entries.append(make_manifest_entry(source, folder, options, work_folder))
         differing_texts: list[str] = []
         with show_step(f"{sources[0].name}: comparing the tokenizers"):
             if not sources[0].is_ir:
@@ -109,7 +111,7 @@ def export_pair(
     return manifest
 
 
-def make_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
+def ensure_readable_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
     """Return a source that optimum can read: the same, or a checkpoint that is written into ``folder``."""
     if isinstance(source, GgufSource):
         return write_gguf_checkpoint(source, folder, weight_format)

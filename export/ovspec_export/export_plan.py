@@ -12,7 +12,7 @@ from ovspec.base.files import read_text
 from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.text.custom_template import resolve_custom_template
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import compute_layer_share, estimate_space, fit_group_size
+from ovspec_export.convert import choose_group_size, compute_layer_share, estimate_disk_space
 from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids
 from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.folders import check_disk_space, check_output_folder
@@ -65,7 +65,7 @@ def plan_export(
     for source in sources:
         ir_note = ", an IR, used as it is" if source.is_ir else ""
         print_note(f"{source.name}: {format_size(source.size_in_bytes)}{ir_note}, revision {source.revision[:12]}")
-        folder = source.folder.resolve()
+        folder = source.path.resolve()
         if output == folder or folder in output.parents or output in folder.parents:
             raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
     target_source = sources[0]
@@ -100,8 +100,10 @@ def plan_export(
     requested_compressions = zip(
         [*sources, target_source], (compression, draft_compression or compression), strict=False
     )
-    compressions = [fit_group_size(source, options) for source, options in requested_compressions]
-    needed_bytes = [estimate_space(source, options) for source, options in zip(sources, compressions, strict=False)]
+    compressions = [choose_group_size(source, options) for source, options in requested_compressions]
+    needed_bytes = [
+        estimate_disk_space(source, options) for source, options in zip(sources, compressions, strict=False)
+    ]
     if draft_layers is not None:
         needed_bytes.append(needed_bytes[0] * compute_layer_share(target_source, draft_layers))
     check_disk_space(output, sum(needed_bytes))

@@ -75,8 +75,8 @@ FAMILIES: dict[str, Family] = {
     # Tracing fails in transformers 5.5.
     "llama4_text": Family(TRANSFORMERS_4_57),
     # Tracing fails there, too; and optimum's scan takes a whole prompt or a single token, and fails in a long text.
-    "mamba": Family(TRANSFORMERS_4_57, patches=("scan_in_a_loop",)),
-    "falcon_mamba": Family(TRANSFORMERS_4_57, patches=("scan_in_a_loop",)),
+    "mamba": Family(TRANSFORMERS_4_57, patches=("scan_mamba_in_a_loop",)),
+    "falcon_mamba": Family(TRANSFORMERS_4_57, patches=("scan_mamba_in_a_loop",)),
     # optimum refuses them with transformers 5.
     **dict.fromkeys(("bitnet", "dbrx"), Family(TRANSFORMERS_4_57, untested=True)),
     # The code that their checkpoints bring was written for transformers 4.

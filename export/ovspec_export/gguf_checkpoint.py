@@ -41,24 +41,25 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
     Raises:
         OvspecError: the tokenizer or a tensor isn't understood, or the disk is full.
     """
-    dtype = choose_dtype(source, weight_format)
+    dtype = choose_weight_dtype(source, weight_format)
     with show_step(f"{source.name}: unpacking {format_size(source.size_in_bytes)} to {dtype}", keep_line=True):
         folder.mkdir(parents=True)
         load_tokenizer(source).save_pretrained(folder)
         write_json_file(folder / "config.json", source.config | {"dtype": dtype})
         write_json_file(
-            folder / "generation_config.json", build_generation_config(source.file, read_end_ids(source.file.metadata))
+            folder / "generation_config.json",
+            build_generation_config(source.gguf_file, read_end_ids(source.gguf_file.metadata)),
         )
-        paths = {"file": str(source.folder.absolute()), "folder": str(folder)}
-        convert.run_job("unpack_gguf_weights", source, folder, None, **paths, dtype=dtype)
+        paths = {"gguf_file": str(source.path.absolute()), "folder": str(folder)}
+        convert.run_worker_job("unpack_gguf_weights", source, folder, None, **paths, dtype=dtype)
     return Source(source.name, folder, is_ir=False, revision=source.revision)
 
 
-def choose_dtype(source: GgufSource, weight_format: str) -> str:
+def choose_weight_dtype(source: GgufSource, weight_format: str) -> str:
     """Return the type of the unpacked weights; f16 holds quantised weights to a part in 2,000."""
     if weight_format == "fp32":
         return "float32"
-    return "bfloat16" if any(info.ggml_type == GGML_BF16 for info in source.file.tensors.values()) else "float16"
+    return "bfloat16" if any(info.ggml_type == GGML_BF16 for info in source.gguf_file.tensors.values()) else "float16"
 
 
 def write_json_file(file: Path, entries: JsonObject) -> None:

@@ -113,13 +113,13 @@ def read_gguf_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         with data:
-            return HeaderReader(data, file).read_metadata_and_tensors()
+            return GgufHeaderReader(data, file).read_metadata_and_tensors()
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
         problem = " ".join(str(error).split())[:150]
         raise OvspecError(f"{file}: damaged or cut off ({problem}); download it again.") from None
 
 
-class HeaderReader:
+class GgufHeaderReader:
     """Reads the header from its beginning on; ValueError or struct.error where the file ends too early."""
 
     def __init__(self, data: mmap.mmap, file: Path) -> None:

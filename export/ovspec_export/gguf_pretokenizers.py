@@ -23,8 +23,8 @@ CONTRACTION = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 SYMBOLS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
 SYMBOLS_AND_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
-LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-MARKED_LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 # A word in camel case is cut before a capital; letters outside ASCII count as both small and capital, as in llama.cpp.
 CAPITAL_LETTER = r"(?:(?=\p{L})[^a-z])"
 SMALL_LETTER = r"(?:(?=\p{L})[^A-Z])"
@@ -56,26 +56,26 @@ CASED_LETTERS = (
 )
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = rf"{CONTRACTION}|{LETTERS}|\p{{N}}{{1,3}}|{SYMBOLS}"
-QWEN2 = rf"{CONTRACTION}|{LETTERS}|\p{{N}}|{SYMBOLS}"
-QWEN35 = rf"{CONTRACTION}|{MARKED_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
+LLAMA3 = rf"{CONTRACTION}|{WORD}|\p{{N}}{{1,3}}|{SYMBOLS}"
+QWEN2 = rf"{CONTRACTION}|{WORD}|\p{{N}}|{SYMBOLS}"
+QWEN35 = rf"{CONTRACTION}|{MARKED_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
 BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 JAIS2_SPACES = "|".join(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
-JAIS2 = rf"{CONTRACTION}|{LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{JAIS2_SPACES}|\s"
+JAIS2 = rf"{CONTRACTION}|{WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{JAIS2_SPACES}|\s"
 GPT4O = rf"{CAMEL_CASE_CONTRACTED}|\p{{N}}{{1,3}}|{SYMBOLS_AND_SLASHES}"
 # As in llama.cpp, the first half of the original expression takes every letter, so the second has nothing to match.
-TINY_AYA = rf"{MARKED_LETTERS}(?:{CONTRACTION})?|\p{{N}}{{1,3}}|{SYMBOLS_AND_SLASHES}"
+TINY_AYA = rf"{MARKED_WORD}(?:{CONTRACTION})?|\p{{N}}{{1,3}}|{SYMBOLS_AND_SLASHES}"
 YOUTU = (
     "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-\u303f︰-﹏]+|[ㄅ-ㄯ]+|" + CJK,
-    rf"{MARKED_LETTERS}(?:{CONTRACTION})?|\p{{N}}|{SYMBOLS_AND_SLASHES}",
+    rf"{MARKED_WORD}(?:{CONTRACTION})?|\p{{N}}|{SYMBOLS_AND_SLASHES}",
 )
-KIMI_LETTERS = rf"[^\r\n\p{{L}}\p{{N}}]?(?:(?![{HAN_RANGES}])\p{{L}})+(?:{CONTRACTION})?"
-KIMI = rf"[{HAN_RANGES}]+|{KIMI_LETTERS}|\p{{N}}{{1,3}}|{SYMBOLS}"
-BAILING = rf"{CONTRACTION}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-SEED_CODER = rf"{CONTRACTION}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"
-EXAONE_LETTERS = r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
-EXAONE_MOE = rf"{CONTRACTION}|{EXAONE_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
-MINICPM5 = rf"{CONTRACTION}|{LETTERS}|\p{{N}}+|{SYMBOLS}"
+KIMI_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?(?:(?![{HAN_RANGES}])\p{{L}})+(?:{CONTRACTION})?"
+KIMI = rf"[{HAN_RANGES}]+|{KIMI_WORD}|\p{{N}}{{1,3}}|{SYMBOLS}"
+BAILING = rf"{CONTRACTION}|{WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+SEED_CODER = rf"{CONTRACTION}|{WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"
+EXAONE_WORDS = r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+EXAONE_MOE = rf"{CONTRACTION}|{EXAONE_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+MINICPM5 = rf"{CONTRACTION}|{WORD}|\p{{N}}+|{SYMBOLS}"
 LINES = r"[^\n]+|\n+"
 
 # Names that share a row are separated by spaces.
@@ -109,7 +109,7 @@ PRETOKENIZERS_BY_NAMES = {
     "seed-coder": PreTokenizer((SEED_CODER,)),
     "exaone-moe": PreTokenizer((EXAONE_MOE,)),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", MINICPM5), ignore_merges=True),
-    "ufakzeka": PreTokenizer((rf"{LETTERS}|\p{{N}}|{SYMBOLS}",)),
+    "ufakzeka": PreTokenizer((rf"{WORD}|\p{{N}}|{SYMBOLS}",)),
     "laguna": PreTokenizer((LINES, QWEN2)),
     "gemma4": PreTokenizer((LINES,), add_bos=True, spelt_in_bytes=False),
     "sarvam-moe": PreTokenizer((LINES,), spelt_in_bytes=False),

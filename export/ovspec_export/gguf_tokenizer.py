@@ -120,7 +120,7 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
     token_types = zip(scores, vocabulary.token_types, strict=False)
     if len({score for score, token_type in token_types if token_type == NORMAL}) > 1:
         if not metadata.add_space_prefix:
-            spell_spaces(vocabulary, scores)
+            make_spaces_normal_tokens(vocabulary, scores)
         merges = list(derive_merges(vocabulary, scores))
     else:  # converted from a checkpoint that has merges instead
         merges = read_merges(metadata, vocabulary.token_ids, name)
@@ -144,7 +144,7 @@ def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]
     return tokenizer
 
 
-def spell_spaces(vocabulary: GgufVocabulary, scores: list[float]) -> None:
+def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -> None:
     """Make normal tokens of user-defined tokens for several spaces, as in Gemma's files.
 
     Merged before all others, they are found where they would be found in the text. OpenVINO's tokenizer would miss

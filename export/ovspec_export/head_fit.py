@@ -70,9 +70,9 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
 
 def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
     """Return the sizes of a head that ovspec exported."""
-    check_weights_file(head.folder / MODEL_FILE)
+    check_weights_file(head.path / MODEL_FILE)
     try:
-        model = openvino_core().read_model(head.folder / MODEL_FILE)
+        model = openvino_core().read_model(head.path / MODEL_FILE)
         inputs, outputs = (
             {port.get_any_name(): port for port in ports if port.get_names()} for ports in (model.inputs, model.outputs)
         )

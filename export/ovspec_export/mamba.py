@@ -61,19 +61,19 @@ def convert_scan(context: NodeContext) -> list[ov.Output]:
     return [ops.concat(flat_outputs, 0).output(0)]
 
 
-def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
+def run_mixer(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
     """Compute a mixer of Mamba or Falcon Mamba with its states in ``cache_params``; rows have no padding.
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", arXiv:2312.00752.
     """
     layer_index = self.layer_idx
     kernel_size = self.conv_kernel_size
-    new_inputs, gate = self.in_proj(input_states).transpose(1, 2).chunk(2, dim=1)
+    convolution_inputs, gate = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
     # The past holds the last ``kernel_size`` inputs.
-    window = torch.cat([cache_params.conv_states[layer_index], new_inputs], dim=-1)
+    window = torch.cat([cache_params.conv_states[layer_index], convolution_inputs], dim=-1)
     cache_params.conv_states[layer_index] = window[..., -kernel_size:]
     convolved = torch.nn.functional.conv1d(
-        window[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=new_inputs.shape[1]
+        window[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=convolution_inputs.shape[1]
     )
     activated = self.act(convolved).transpose(1, 2)  # (B, T, D)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
@@ -89,10 +89,10 @@ def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any,
     output, last_state = torch.split(flat_result, [activated.numel(), state.numel()])
     cache_params.ssm_states[layer_index] = last_state.reshape(state.shape)
     output = (output.reshape(activated.shape) + activated * self.D).transpose(1, 2) * self.act(gate)
-    return self.out_proj(output.transpose(1, 2).to(input_states.dtype))
+    return self.out_proj(output.transpose(1, 2).to(hidden_states.dtype))
 
 
-def replace_mixer() -> None:
+def replace_optimum_mixer() -> None:
     """Replace optimum's mixer of Mamba and Falcon Mamba by ours."""
     from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
     from optimum.exporters.openvino.model_patcher import MambaPatcher as Patcher

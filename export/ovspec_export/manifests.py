@@ -40,7 +40,9 @@ def read_installed_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES} | {"ovspec": ovspec.__version__}
 
 
-def describe_model(source: Source, folder: Path, compression: Compression, target: Path | None = None) -> ExportedModel:
+def make_manifest_entry(
+    source: Source, folder: Path, compression: Compression, target: Path | None = None
+) -> ExportedModel:
     """Return the manifest entry of the model in ``folder``, which is read to see that it is supported.
 
     A head is read with its ``target``, by default the model above it.

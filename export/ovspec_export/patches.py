@@ -24,7 +24,7 @@ def hide_torchvision() -> None:
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
-def keep_splits_apart() -> None:
+def apply_splits_in_turn() -> None:
     """Make OpenVINO's tokenizers cut a text by one regular expression after the other, not by all of them at once.
 
     It joins them to alternatives, so that the first no longer decides which text the second gets.
@@ -34,7 +34,7 @@ def keep_splits_apart() -> None:
     TokenizerPipeline.merge_regex_split_steps = lambda _: None  # type: ignore[method-assign]
 
 
-def find_the_same_tokens() -> None:
+def match_hugging_face_tokens() -> None:
     """Make OpenVINO's BPE find the tokens that Hugging Face's finds.
 
     It takes a token that no merge makes wherever it stands in a text, such as Gemma's <s>, a normal token; and it
@@ -167,11 +167,11 @@ def pass_position_ids() -> None:
     Patcher.__init__ = initialize_with_positions
 
 
-def scan_in_a_loop() -> None:
+def scan_mamba_in_a_loop() -> None:
     """Let Mamba read any number of tokens after any past."""
     from ovspec_export import mamba
 
-    mamba.replace_mixer()
+    mamba.replace_optimum_mixer()
 
 
 def compress_as_gpt_oss() -> None:

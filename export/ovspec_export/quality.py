@@ -8,7 +8,7 @@ from pathlib import Path
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT
-from ovspec_export.convert import run_job
+from ovspec_export.convert import run_worker_job
 from ovspec_export.sources import HeadSource, Source
 
 
@@ -27,16 +27,16 @@ def evaluate_exports(
         with show_step(f"{source.name}: comparing with {checkpoint_description} on {text.name}", keep_line=True):
             figures_file = work_folder / "evaluation.json"
             try:
-                run_job(
+                run_worker_job(
                     "evaluate_ir",
                     source,
                     work_folder,
-                    source=str(source.folder),
+                    source=str(source.path),
                     folder=str(folder),
                     text=str(text.absolute()),
                     context=DEFAULT_PERPLEXITY_CONTEXT,
                     output=str(figures_file),
-                    trust_remote_code=source.runs_code(trust_remote_code),
+                    trust_remote_code=source.runs_own_code(trust_remote_code),
                 )
             except OvspecError as error:
                 print_note(f"warning: {error}")  # no reason to discard a finished export

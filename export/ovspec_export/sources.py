@@ -86,13 +86,13 @@ class Source:
     """
 
     name: str
-    folder: Path
+    path: Path
     is_ir: bool
     revision: str
 
     def tensor_headers(self) -> dict[str, JsonObject]:
         """Return the entries of each tensor in the headers of a checkpoint's safetensors files."""
-        files = sorted(self.folder.glob("model*.safetensors"))
+        files = sorted(self.path.glob("model*.safetensors"))
         headers = {name: tensor for file in files for name, tensor in read_safetensors_header(file).items()}
         return {name: tensor for name, tensor in headers.items() if name != "__metadata__"}
 
@@ -104,7 +104,7 @@ class Source:
     @functools.cached_property
     def config(self) -> JsonObject:
         """Its config.json."""
-        return read_json(self.folder / "config.json")
+        return read_json(self.path / "config.json")
 
     @functools.cached_property
     def text_config(self) -> JsonObject | None:
@@ -157,7 +157,7 @@ class Source:
             )
         return find_family(self.model_type, self.name)
 
-    def runs_code(self, is_trusted: bool) -> bool:
+    def runs_own_code(self, is_trusted: bool) -> bool:
         """Return whether its own Python code is run: if it is trusted, and transformers has none for the family."""
         return is_trusted and self.family.remote_code
 
@@ -174,23 +174,23 @@ class Source:
     @property
     def size_in_bytes(self) -> int:
         """The size of its files in bytes."""
-        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+        return sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
 
 
 @dataclass(frozen=True)
 class GgufSource(Source):
-    """A model in a GGUF file, which ``folder`` names. file: its headers, and its other shards' headers."""
+    """A model in the GGUF file ``path``. gguf_file: its headers, and its other shards' headers."""
 
-    file: GgufFile
+    gguf_file: GgufFile
 
     def tensor_shapes(self) -> dict[str, list[int]]:
         """Return the shapes of its tensors, by ggml's names."""
-        return {name: list(info.shape) for name, info in self.file.tensors.items()}
+        return {name: list(info.shape) for name, info in self.gguf_file.tensors.items()}
 
     @functools.cached_property
     def config(self) -> JsonObject:
         """The config.json of the checkpoint that the file was made from."""
-        return build_config(self.file)
+        return build_config(self.gguf_file)
 
     def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer."""
@@ -200,7 +200,7 @@ class GgufSource(Source):
     @property
     def size_in_bytes(self) -> int:
         """The size of its files in bytes."""
-        return sum(path.stat().st_size for path in list_model_files(self.folder))
+        return sum(path.stat().st_size for path in list_model_files(self.path))
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class HeadSource(Source):
 
     def pickled_files(self) -> list[Path]:
         """Return the files of a checkpoint without safetensors."""
-        return [] if super().tensor_headers() else sorted(self.folder.glob(PICKLED_PATTERNS[0]))
+        return [] if super().tensor_headers() else sorted(self.path.glob(PICKLED_PATTERNS[0]))
 
     def tensor_headers(self) -> dict[str, JsonObject]:
         """Return the shapes of a checkpoint's tensors."""
@@ -246,7 +246,7 @@ class HeadSource(Source):
                     raise OvspecError(f"{file}: its {name} holds no integers ({tensor.dtype}).")
                 if map_tensor_name(stored_name) == name:
                     return tensor.numpy()
-        for file in self.folder.glob("model*.safetensors"):
+        for file in self.path.glob("model*.safetensors"):
             for stored_name in read_safetensors_header(file):
                 if map_tensor_name(stored_name) == name:
                     with safe_open(file, "np") as tensors:
@@ -270,12 +270,12 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     """
     if not name.strip():
         raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        source = make_source(folder, folder.resolve().name, compute_files_revision(folder))
-    elif folder.is_file():
-        model_name = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
-        gguf_source = GgufSource(model_name, folder, False, compute_files_revision(folder), read_gguf(folder))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        source = make_source(path, path.resolve().name, compute_files_revision(path))
+    elif path.is_file():
+        model_name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+        gguf_source = GgufSource(model_name, path, False, compute_files_revision(path), read_gguf(path))
         _ = gguf_source.family
         return gguf_source
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":
@@ -296,7 +296,7 @@ def make_source(folder: Path, name: str, revision: str) -> Source:
 
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the folder holds no model that can be exported."""
-    folder = source.folder
+    folder = source.path
     check_source_config(source, name)
     if source.is_ir:
         return
@@ -325,11 +325,11 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
 
 def check_head_files(source: HeadSource, name: str) -> None:
     """Raise OvspecError if a head's checkpoint has no weights, or a file of them is damaged or missing."""
-    files = [*source.folder.glob("model*.safetensors"), *source.pickled_files()]
+    files = [*source.path.glob("model*.safetensors"), *source.pickled_files()]
     if not files:
         raise OvspecError(f"{name}: no model.safetensors and no pytorch_model.bin in it; download the head again.")
     index_file = f"{'pytorch_model.bin' if source.pickled_files() else 'model.safetensors'}.index.json"
-    check_shards(source.folder, index_file, name)
+    check_shards(source.path, index_file, name)
     _ = source.layout
 
 
@@ -345,11 +345,11 @@ def check_shards(folder: Path, index_file: str, name: str) -> None:
 
 def check_source_config(source: Source, name: str) -> None:
     """Raise OvspecError if a model of this kind can't be exported; its weights need not be there yet."""
-    if not (source.folder / "config.json").is_file():
+    if not (source.path / "config.json").is_file():
         raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
     if source.is_ir:
         return
-    if (source.folder / ADAPTER_FILE).is_file():
+    if (source.path / ADAPTER_FILE).is_file():
         raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
     check_quantisation(source.config, name)
     if isinstance(source, HeadSource):
@@ -362,7 +362,7 @@ def check_source_config(source: Source, name: str) -> None:
 def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the model needs Python code that isn't trusted, or that lies elsewhere."""
     for config_file in ("config.json", TOKENIZER_CONFIG_FILE):
-        code_classes = str(read_json(source.folder / config_file).get("auto_map", ""))
+        code_classes = str(read_json(source.path / config_file).get("auto_map", ""))
         if code_classes and not trust_remote_code:
             raise OvspecError(
                 f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and add "

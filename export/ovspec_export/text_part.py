@@ -47,7 +47,7 @@ def extract_text_model(source: Source, folder: Path) -> Source:
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
         weight_map = {}
         copied_bytes = 0
-        for file in sorted(source.folder.glob("model*.safetensors")):
+        for file in sorted(source.path.glob("model*.safetensors")):
             names_in_file = {name: new_names[name] for name in read_safetensors_header(file) if name in new_names}
             if names_in_file:
                 copied_bytes += copy_tensors(file, names_in_file, folder / file.name)
@@ -58,10 +58,10 @@ def extract_text_model(source: Source, folder: Path) -> Source:
                 json.dumps(weight_index), encoding="utf-8", newline="\n"
             )
         copy_model_files(
-            source.folder, folder, lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name)
+            source.path, folder, lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name)
         )
         taking.result = format_size(copied_bytes)
-    return dataclasses.replace(source, folder=folder)
+    return dataclasses.replace(source, path=folder)
 
 
 def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:

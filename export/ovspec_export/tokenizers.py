@@ -27,11 +27,11 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
         OvspecError: it has none, or a broken one.
     """
     if isinstance(source, GgufSource):
-        return build_gguf_tokenizer(source.file.metadata, source.name)
+        return build_gguf_tokenizer(source.gguf_file.metadata, source.name)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors
         reason = str(error).strip().partition("\n")[0].rstrip(".:") or type(error).__name__
         raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({reason}).") from None
@@ -40,8 +40,8 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
 def read_source_templates(source: Source) -> dict[str, str]:
     """Return the chat templates of a source by their names."""
     if isinstance(source, GgufSource):
-        return read_gguf_templates(source.file.metadata, source.name)
-    return read_chat_templates(source.folder)
+        return read_gguf_templates(source.gguf_file.metadata, source.name)
+    return read_chat_templates(source.path)
 
 
 def replace_chat_template(template: str, folder: Path) -> None:
@@ -63,9 +63,9 @@ def find_differing_texts(reference_tokenizer: PreTrainedTokenizerBase, folder: P
 def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bool) -> None:
     """Raise OvspecError if the vocabularies are not the same, id by id."""
     if target.is_ir and draft.is_ir:
-        check_same_vocabulary(target.folder, draft.folder)
+        check_same_vocabulary(target.path, draft.path)
         return
-    if draft.is_ir and not (draft.folder / TOKENIZER_FILE).is_file():
+    if draft.is_ir and not (draft.path / TOKENIZER_FILE).is_file():
         return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
     vocabularies = [load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)]
     difference = describe_id_differences(

@@ -22,7 +22,7 @@ import psutil
 
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec_export.channel import open_channel
-from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
+from ovspec_export.patches import apply_splits_in_turn, hide_torchvision, match_hugging_face_tokens
 
 if TYPE_CHECKING:
     from openvino import Model
@@ -50,8 +50,8 @@ def export_with_optimum(
     from ovspec_export.quantised import load_checkpoint_model
 
     loading_options = adapt_optimum(model_type)
-    keep_splits_apart()
-    find_the_same_tokens()
+    apply_splits_in_turn()
+    match_hugging_face_tokens()
     refuse_missing_tensors()
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
@@ -131,12 +131,12 @@ def save_first_layers(source: str, layer_count: int, folder: str, trust_remote_c
     copy_missing_files(Path(source), Path(folder))
 
 
-def unpack_gguf_weights(file: str, folder: str, dtype: str) -> None:
+def unpack_gguf_weights(gguf_file: str, folder: str, dtype: str) -> None:
     """Write the weights of a GGUF file beside the config.json in ``folder``."""
     from ovspec_export.gguf_checkpoint import write_gguf_weights
     from ovspec_export.gguf_file import read_gguf
 
-    write_gguf_weights(read_gguf(Path(file)), Path(folder), dtype)
+    write_gguf_weights(read_gguf(Path(gguf_file)), Path(folder), dtype)
 
 
 def convert_tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
@@ -144,8 +144,8 @@ def convert_tokenizer(source: str, folder: str, trust_remote_code: bool) -> None
     from optimum.exporters.openvino.convert import export_tokenizer
     from transformers import AutoTokenizer
 
-    keep_splits_apart()
-    find_the_same_tokens()
+    apply_splits_in_turn()
+    match_hugging_face_tokens()
     export_tokenizer(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), Path(folder))
 
 
@@ -164,9 +164,9 @@ def calibrate_weights(
     )
     model.save_pretrained(Path(folder) / "compressed")
     del model
-    for file in (Path(folder) / "compressed").iterdir():
-        if file.stem in (IR_NAME, "openvino_config"):
-            file.replace(Path(folder) / file.name)
+    for compressed_file in (Path(folder) / "compressed").iterdir():
+        if compressed_file.stem in (IR_NAME, "openvino_config"):
+            compressed_file.replace(Path(folder) / compressed_file.name)
     shutil.rmtree(Path(folder) / "compressed")
 
 
@@ -182,13 +182,13 @@ def round_to_bf16(folder: str) -> None:
     """Round the fp32 weights of the IR in ``folder`` to bf16; OpenVINO itself can only write fp16."""
     import openvino as ov
 
-    file = Path(folder) / f"{IR_NAME}.xml"
-    model = ov.Core().read_model(file)
+    ir_file = Path(folder) / f"{IR_NAME}.xml"
+    model = ov.Core().read_model(ir_file)
     round_weights(model)
     ov.save_model(model, Path(folder) / "bf16.xml", compress_to_fp16=False)
     del model  # it maps the file that is replaced next
     for suffix in (".xml", ".bin"):
-        (Path(folder) / f"bf16{suffix}").replace(file.with_suffix(suffix))
+        (Path(folder) / f"bf16{suffix}").replace(ir_file.with_suffix(suffix))
 
 
 def round_weights(model: Model) -> None:

@@ -266,7 +266,7 @@ def read_target_ids(model: ov.Model) -> np.ndarray | None:
 
 
 def write_target_ids(model: ov.Model, target_ids: np.ndarray) -> None:
-    """Let a model say that its logits are those of ``ids`` (n,) of its target."""
+    """Let a model say that its logits are those of ``target_ids`` (n,) of its target."""
     add_output(
         model, ops.constant(target_ids - np.arange(len(target_ids)), dtype=ov.Type.i64).output(0), TARGET_IDS_OUTPUT
     )

@@ -90,7 +90,7 @@ def find_head_inputs(model: ov.Model, target: Path, error_subject: Path) -> list
 
 
 def check_layers_have_keys(layers_with_keys: int, layer_count: int, error_subject: str) -> None:
-    """Raise OvspecError if fewer than all ``layers`` of a target have keys and values of their own."""
+    """Raise OvspecError if fewer than all ``layer_count`` layers of a target have keys and values of their own."""
     if layers_with_keys != layer_count:
         problem = f"only {layers_with_keys} of its {layer_count} layers have keys and values of their own"
         raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}.")

@@ -58,7 +58,7 @@ def find_layer_inputs(model: ov.Model, states: list[ModelState]) -> list[ov.Outp
 
 
 def find_dominators(ordered_nodes: list[ov.Node], node_indices: dict[str, int], start_node: ov.Node) -> dict[int, int]:
-    """Return the immediate dominator of each node that values of ``start`` reach, by their indices in ``ordered``."""
+    """Return the immediate dominator of each node that ``start_node`` reaches, by index in ``ordered_nodes``."""
     start_index = node_indices[start_node.get_name()]
     dominators = {start_index: start_index}
     for index in range(start_index + 1, len(ordered_nodes)):

@@ -101,7 +101,7 @@ def list_page_candidates(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
 
 
 def collapse_page(page_address: int) -> int:
-    """Turn the memory at address ``page`` into one large page; return 0, or the errno if that fails."""
+    """Turn the memory at ``page_address`` into one large page; return 0, or the errno if that fails."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     failed = madvise(ctypes.c_void_p(page_address), ctypes.c_size_t(PAGE_BYTES), MADV_COLLAPSE)
     return ctypes.get_errno() if failed else 0

@@ -45,7 +45,7 @@ def join_products(model: ov.Model) -> int:
 
 
 def describe_weights_recipe(weights: ov.Output, row_count: int) -> list[str]:
-    """Return the operations and types behind ``weights``; unique if a constant among them hasn't ``rows`` rows."""
+    """Return the operations and types behind ``weights``; unique if a constant among them hasn't ``row_count`` rows."""
     node = weights.get_node()
     shape = list(weights.get_shape())
     recipe = [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:])]
@@ -81,7 +81,7 @@ def stack_weights(weights: list[ov.Output]) -> ov.Node:
 
 
 def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VALUES) -> int:
-    """Cut products with integer weights over more than ``widest`` values into parts to add; return how many.
+    """Cut products with integer weights over more than ``max_summed_values`` values into parts to add; return how many.
 
     OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
     """
@@ -138,7 +138,7 @@ def find_integer_constant(weights: ov.Output) -> ov.Node | None:
 
 
 def slice_weight_columns(weights: ov.Output, part_index: int, part_count: int) -> ov.Node:
-    """Return one of ``parts`` equal shares of the columns of ``weights``, computed by the same operations."""
+    """Return one of ``part_count`` equal shares of the columns of ``weights``, computed by the same operations."""
     node = weights.get_node()
     match node.get_type_name():
         case "Constant":

@@ -33,12 +33,12 @@ def recurrent_row_bytes(ir: CompiledIR) -> float:
 
 
 def weights_fit_into_memory(folder: Path, size_factor: float) -> bool:
-    """Return whether the weights in ``folder``, multiplied by ``factor``, fit into free memory."""
+    """Return whether the weights in ``folder``, multiplied by ``size_factor``, fit into free memory."""
     return size_factor * check_weights_file(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
 def count_free_tokens(irs: list[CompiledIR], row_count: int, idle_bytes: float = 0) -> float:
-    """Return how many tokens, summed over ``rows`` rows, fit into free memory; see ``count_tokens_in_bytes``.
+    """Return how many tokens, summed over ``row_count`` rows, fit into free memory; see ``count_tokens_in_bytes``.
 
     ``idle_bytes``: bytes that are in use, but may be taken.
     """
@@ -46,7 +46,7 @@ def count_free_tokens(irs: list[CompiledIR], row_count: int, idle_bytes: float =
 
 
 def count_tokens_in_bytes(irs: list[CompiledIR], row_count: int, memory_bytes: float) -> float:
-    """Return how many tokens, summed over ``rows`` rows, fit into memory. Counts only models in main memory."""
+    """Return how many tokens, summed over ``row_count`` rows, fit into memory. Counts only models in main memory."""
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
     token_bytes = sum(map(kv_bytes_per_token, irs))
     if not token_bytes:

@@ -21,7 +21,7 @@ from ovspec_export.distill import draft, training
 from ovspec_export.distill.documents import Document, read_documents, write_first_documents
 from ovspec_export.distill.features import write_shard
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER
-from ovspec_export.export import make_checkpoint
+from ovspec_export.export import ensure_readable_checkpoint
 from ovspec_export.sources import find_source
 from transformers import AutoTokenizer
 
@@ -61,7 +61,7 @@ def main() -> None:
     source = find_source(args.checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        checkpoint = make_checkpoint(source, work / "source", "bf16").folder
+        checkpoint = ensure_readable_checkpoint(source, work / "source", "bf16").path
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         chats = [chat for chat in read_documents(args.documents) if chat.source == "own" and chat.answer]
         documents = [rewrite(chat, tokenizer) for chat in chats]

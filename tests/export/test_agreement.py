@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TARGET
-from ovspec_export.agreement import LOGITS_TOLERANCE, check_agreement, compute_in_f32, measure_difference
+from ovspec_export.agreement import LOGITS_TOLERANCE, check_agreement, enable_f32_computation, measure_difference
 from transformers import AutoModelForCausalLM
 
 from ovspec.base.errors import OvspecError
@@ -28,7 +28,7 @@ def test_a_right_export_agrees(pair: Path) -> None:
 def test_layers_are_converted_while_they_are_computed() -> None:
     ours, theirs = model(), model(dtype=torch.float32)
     assert ours.dtype == torch.bfloat16
-    compute_in_f32(ours)
+    enable_f32_computation(ours)
     tokens = torch.arange(3, 60)[None]
     with torch.no_grad():
         assert torch.equal(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits)

@@ -174,11 +174,11 @@ def test_wrong_ids_are_refused(wrong: str, tmp_path: Path) -> None:
     ids, told = WRONG[wrong]
     target, draft = (Source(name, tmp_path / name, False, "") for name in ("target", "draft"))
     for source, vocabulary in ((target, 4096), (draft, 5000)):
-        source.folder.mkdir()
-        (source.folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary}), encoding="utf-8")
+        source.path.mkdir()
+        (source.path / "config.json").write_text(json.dumps({"vocab_size": vocabulary}), encoding="utf-8")
     assert read_proposed_ids(draft, target) is None
-    (draft.folder / DRAFT_VOCABULARY_FILE).write_text(json.dumps({"ids": ids}), encoding="utf-8")
+    (draft.path / DRAFT_VOCABULARY_FILE).write_text(json.dumps({"ids": ids}), encoding="utf-8")
     with pytest.raises(OvspecError, match=told):
         read_proposed_ids(draft, target)
-    write_draft_vocabulary(draft.folder, IDS)
+    write_draft_vocabulary(draft.path, IDS)
     assert np.array_equal(np.asarray(read_proposed_ids(draft, target)), IDS)

@@ -23,7 +23,7 @@ from conftest import ROOT
 from ovspec_export import environments, families
 from ovspec_export.compression import INT8
 from ovspec_export.environments import OVERLAYS, Environment, prepare_environment, prepare_environment_variables
-from ovspec_export.manifests import describe_model
+from ovspec_export.manifests import make_manifest_entry
 from ovspec_export.sources import Source
 
 from ovspec.base.errors import OvspecError
@@ -228,7 +228,7 @@ def test_an_incomplete_copy_is_made_anew(
 
 def test_each_overlay_is_looked_at_once_for_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Path] = []
-    monkeypatch.setattr(environments, "is_wheel_whole", lambda info: not looked_at.append(info))
+    monkeypatch.setattr(environments, "is_wheel_complete", lambda info: not looked_at.append(info))
     assert not [line for line in families.describe_families() if "not prepared" in line]
     assert len(looked_at) == len({*looked_at}) == sum(len(environment.wheels) for environment in OVERLAYS)
 
@@ -272,9 +272,9 @@ def test_each_model_has_the_versions_of_its_own_environment(tmp_path: Path) -> N
     for family in ("lfm2", "granitemoehybrid", "llama"):
         (tmp_path / family).mkdir()
         (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
-        models.append(describe_model(Source(family, tmp_path / family, False, "1"), demo, INT8))
+        models.append(make_manifest_entry(Source(family, tmp_path / family, False, "1"), demo, INT8))
     assert [model.versions for model in models] == [{"transformers": "5.2.0"}, {"optimum-intel": "2.2.0"}, {}]
-    assert not describe_model(Source("demo", demo, True, "1"), demo, INT8).versions
+    assert not make_manifest_entry(Source("demo", demo, True, "1"), demo, INT8).versions
     written = Manifest(models[0], models[1], {"transformers": "5.5.0"}, {})
     written.write_to_folder(tmp_path)
     assert read_manifest(tmp_path) == written

@@ -22,7 +22,7 @@ from families import FAMILIES, GROUPED, HEADED
 from family_models import warm_jobs
 from kept import kept_model
 from ovspec_export import Compression, export_pair, gguf_checkpoint
-from ovspec_export.convert import fit_group_size
+from ovspec_export.convert import choose_group_size
 from ovspec_export.evaluate import compare_with_checkpoint
 from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_gguf_weights, write_json_file
 from ovspec_export.gguf_file import read_gguf_header
@@ -124,7 +124,7 @@ def unpack(file: Path, folder: Path) -> None:
     assert isinstance(source, GgufSource)
     folder.mkdir()
     write_json_file(folder / "config.json", source.config | {"dtype": "float32"})
-    write_gguf_weights(source.file, folder, "float32")
+    write_gguf_weights(source.gguf_file, folder, "float32")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -326,11 +326,11 @@ def test_quantised_files_hold_what_llama_cpp_computes_with(tmp_path: Path) -> No
 
 def test_int4_has_groups_that_fit(files: Path) -> None:
     source = find_source(str(files / "llama.gguf"))  # has rows of 64 and 128 weights
-    assert fit_group_size(source, Compression("int4")) == Compression("int4", group_size=64)
-    assert fit_group_size(source, Compression("int8")) == Compression("int8")
-    assert fit_group_size(source, Compression("int4", group_size=32)).group_size == 32
+    assert choose_group_size(source, Compression("int4")) == Compression("int4", group_size=64)
+    assert choose_group_size(source, Compression("int8")) == Compression("int8")
+    assert choose_group_size(source, Compression("int4", group_size=32)).group_size == 32
     with pytest.raises(OvspecError, match=r"`group_size` is 128, but blk\.\S+ has rows of 64 weights; take 64, or -1"):
-        fit_group_size(source, Compression("int4", awq=True))
+        choose_group_size(source, Compression("int4", awq=True))
 
 
 def test_gguf_is_to_be_exported_first(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_gguf_is_to_be_exported_first(tmp_path: Path) -> None:
 def test_weights_have_16_bits_unless_f32_is_asked_for(files: Path) -> None:
     source = find_source(str(files / "llama.gguf"))
     assert isinstance(source, GgufSource)
-    assert [gguf_checkpoint.choose_dtype(source, each) for each in ("fp32", "int8", "fp16")] == [
+    assert [gguf_checkpoint.choose_weight_dtype(source, each) for each in ("fp32", "int8", "fp16")] == [
         "float32",
         "float16",
         "float16",

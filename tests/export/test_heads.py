@@ -404,7 +404,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         convert_eagle_head(**arguments)
         return True
 
-    monkeypatch.setattr(convert, "run_job", run_job)
+    monkeypatch.setattr(convert, "run_worker_job", run_job)
 
 
 @pytest.mark.usefixtures("here")

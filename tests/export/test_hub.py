@@ -153,7 +153,7 @@ import json, sys
 from ovspec_export.sources import find_source
 
 found = map(find_source, sys.argv[1:])
-print(json.dumps([[each.name, str(each.folder), each.is_ir, each.revision] for each in found]))
+print(json.dumps([[each.name, str(each.path), each.is_ir, each.revision] for each in found]))
 """
 
 
@@ -222,20 +222,20 @@ def test_what_is_found(hub: str, tmp_path: Path) -> None:
     found = find(names, hub, tmp_path / "home")
     check_files_of_one_commit(found[0])
     check_ir_of_an_unknown_family(found[1])
-    assert {path.name for path in found[2].folder.iterdir()} == set(HEAD), "a head may have pickled weights"
+    assert {path.name for path in found[2].path.iterdir()} == set(HEAD), "a head may have pickled weights"
     assert find(names, "http://127.0.0.1:9", tmp_path / "home") == found
 
 
 def check_files_of_one_commit(source: Source) -> None:
     """What ``main`` named at the beginning is asked for by its commit; of folders only the chat templates come."""
-    assert (source.is_ir, source.revision, source.folder.name) == (False, COMMIT, COMMIT)
+    assert (source.is_ir, source.revision, source.path.name) == (False, COMMIT, COMMIT)
     asked = [path.rpartition("/")[2] for path in REQUESTED if "/model/revision/" in path]
     assert asked == ["main", COMMIT]
-    assert (source.folder / TEMPLATE).read_bytes() == b"{{ tools }}"
-    inside = [path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*/*") if path.is_file()]
+    assert (source.path / TEMPLATE).read_bytes() == b"{{ tools }}"
+    inside = [path.relative_to(source.path).as_posix() for path in source.path.rglob("*/*") if path.is_file()]
     assert inside == [TEMPLATE]
 
 
 def check_ir_of_an_unknown_family(source: Source) -> None:
     assert source.is_ir and source.revision == COMMIT
-    assert (source.folder / "openvino_model.bin").is_file()
+    assert (source.path / "openvino_model.bin").is_file()

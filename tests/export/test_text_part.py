@@ -263,7 +263,7 @@ def test_what_a_config_leaves_out_is_what_the_whole_model_takes(name: str) -> No
 def text_of(folder: Path, output: Path) -> Path:
     source = find_source(str(folder))
     assert source.holds_text_model
-    return extract_text_model(source, output).folder
+    return extract_text_model(source, output).path
 
 
 def test_the_older_names_of_tensors_give_the_same_text_model(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_exports_check_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(patches, "adapt_optimum", lambda _: {})
     monkeypatch.setattr(patches, "refuse_missing_tensors", check)
-    for change in ("keep_splits_apart", "find_the_same_tokens"):  # of the libraries
+    for change in ("apply_splits_in_turn", "match_hugging_face_tokens"):  # of the libraries
         monkeypatch.setattr(worker, change, lambda: None)
     with pytest.raises(Checked):
         worker.export_with_optimum([], "", "llama", False)

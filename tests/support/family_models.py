@@ -105,7 +105,7 @@ def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         if told:
             raise OvspecError(f"{model.name}: {convert.JOB_FAILURES[job]} ({convert.describe_failure(told, 1)}).")
 
-    monkeypatch.setattr(convert, "run_job", run_job)
+    monkeypatch.setattr(convert, "run_worker_job", run_job)
 
 
 def make(name: str, family: Family, shape: int, folder: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:

@@ -73,7 +73,7 @@ def read_record(folder: Path) -> ResultRecord | None:
         return None
 
 
-def write_record(record: ResultRecord, result_name: str, folder: Path) -> None:
+def write_record_and_card(record: ResultRecord, result_name: str, folder: Path) -> None:
     """Write both files into ``folder``."""
     (folder / RECORD_FILE).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8", newline="\n")
     (folder / CARD_FILE).write_text(format_card(record, result_name), encoding="utf-8", newline="\n")

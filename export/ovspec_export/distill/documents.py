@@ -81,12 +81,12 @@ def write_first_documents(file: Path, documents: Iterable[Document]) -> None:
 def append_documents(file: Path, documents: Iterable[Document]) -> None:
     """Append documents to ``file``, in place of a last line that was cut off, and wait until they are on the disk."""
     with file.open("ab+") as stream:
-        stream.truncate(find_end_of_lines(stream))
+        stream.truncate(find_last_line_end(stream))
         stream.write(msgspec.json.Encoder().encode_lines(documents))
     flush_to_disk(file)
 
 
-def find_end_of_lines(stream: BinaryIO) -> int:
+def find_last_line_end(stream: BinaryIO) -> int:
     """Return where the last complete line of a file ends."""
     file_bytes = stream.seek(0, os.SEEK_END)
     tail_start = stream.seek(max(0, file_bytes - MAX_LINE_BYTES))
@@ -178,7 +178,7 @@ class UserTexts:
     skipped_files: int
 
 
-class Candidate(NamedTuple):
+class CandidateDocument(NamedTuple):
     """A document that may be a near-duplicate, which shows in its tokens from ``content_start`` on.
 
     part_checksum: of the text or prompt that it belongs to; all documents of a part are held out, or none.
@@ -254,8 +254,8 @@ def parse_chat(line: str, location: str) -> Chat:
     tools = chat_entries.get("tools") or []
     if "prompt" in chat_entries:
         messages = [
-            *parse_messages("user", chat_entries["prompt"]),
-            *parse_messages("assistant", chat_entries.get("completion")),
+            *to_messages("user", chat_entries["prompt"]),
+            *to_messages("assistant", chat_entries.get("completion")),
         ]
     is_chat = isinstance(messages, list) and isinstance(tools, list) and all(map(is_message, messages))
     if not is_chat or all(message["role"] != "user" for message in messages):
@@ -263,7 +263,7 @@ def parse_chat(line: str, location: str) -> Chat:
     return Chat(messages, tools, location)
 
 
-def parse_messages(role: str, content: JsonValue) -> list[Message]:
+def to_messages(role: str, content: JsonValue) -> list[Message]:
     """Return what a line has of one side as messages: none, a text, or messages already."""
     if not content or isinstance(content, list):
         return content or []
@@ -301,9 +301,9 @@ def make_user_documents(user_texts: UserTexts, prompt_encoder: PromptEncoder, se
     )
 
 
-def drop_near_duplicates(candidates: Iterable[Candidate], seen_runs: SeenRuns) -> list[Candidate]:
+def drop_near_duplicates(candidates: Iterable[CandidateDocument], seen_runs: SeenRuns) -> list[CandidateDocument]:
     """Return the candidates without near-duplicates of ``seen_runs`` and earlier ones, which it adds to it."""
-    distinct_candidates = list[Candidate]()
+    distinct_candidates = list[CandidateDocument]()
     for candidate in candidates:
         if not seen_runs.is_near_duplicate(candidate.document.ids[candidate.content_start :]):
             seen_runs.add_runs(candidate.document.ids)
@@ -311,7 +311,7 @@ def drop_near_duplicates(candidates: Iterable[Candidate], seen_runs: SeenRuns) -
     return distinct_candidates
 
 
-def mark_held_out(candidates: Sequence[Candidate]) -> list[Candidate]:
+def mark_held_out(candidates: Sequence[CandidateDocument]) -> list[CandidateDocument]:
     """Return the candidates of one kind, a twentieth of whose parts are held out."""
     held_out_checksums = choose_held_out_checksums(candidate.part_checksum for candidate in candidates)
     return [
@@ -320,16 +320,16 @@ def mark_held_out(candidates: Sequence[Candidate]) -> list[Candidate]:
     ]
 
 
-def make_text_candidates(texts: Iterable[str], tokenizer: Tokenizer) -> list[Candidate]:
+def make_text_candidates(texts: Iterable[str], tokenizer: Tokenizer) -> list[CandidateDocument]:
     """Cut texts into documents, each with the BOS that the model's prompts have."""
     bos_ids = tokenizer.prefix_ids
     max_content_tokens = MAX_DOCUMENT_TOKENS - len(bos_ids)
-    candidates = list[Candidate]()
+    candidates = list[CandidateDocument]()
     for text_part in (part for text in texts for part in cut_text(text)):
         for piece_ids in cut_tokens(tokenizer.encode(text_part, special=False).tolist(), max_content_tokens, tokenizer):
             document = Document([*bos_ids, *piece_ids], 0, "text", False, False)
             if len(document.ids) > 1:
-                candidates.append(Candidate(document, len(bos_ids), zlib.crc32(text_part.encode())))
+                candidates.append(CandidateDocument(document, len(bos_ids), zlib.crc32(text_part.encode())))
     return candidates
 
 
@@ -370,9 +370,9 @@ def is_line_boundary(previous_id: int, next_id: int, tokenizer: Tokenizer) -> bo
     return tokenizer.token_bytes(previous_id).endswith(b"\n") or tokenizer.token_bytes(next_id).startswith(b"\n")
 
 
-def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -> list[Candidate]:
+def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -> list[CandidateDocument]:
     """Make documents of chats; all that follows the first answer counts. Chats with the same prompt stay together."""
-    candidates = list[Candidate]()
+    candidates = list[CandidateDocument]()
     for chat in chats:
         try:
             ids, answer_start = encode_chat(chat, prompt_encoder)
@@ -386,7 +386,7 @@ def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -
         for piece_ids in cut_tokens(ids[dropped_tokens:], MAX_DOCUMENT_TOKENS, prompt_encoder.tokenizer):
             if answer_start < len(piece_ids):
                 document = Document(piece_ids, max(0, answer_start), "chats", False, False)
-                candidates.append(Candidate(document, max(0, content_start), prompt_checksum))
+                candidates.append(CandidateDocument(document, max(0, content_start), prompt_checksum))
             answer_start -= len(piece_ids)
             content_start -= len(piece_ids)
     return candidates

@@ -15,7 +15,7 @@ from ovspec.base.files import rename_with_retries
 from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.features import Example, read_examples
 from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
-from ovspec_export.distill.training import TrainingLimits, compute_accepted, train_student
+from ovspec_export.distill.training import TrainingLimits, compute_mean_accepted, train_student
 from ovspec_export.distill.work_folder import TRAINING_STATE_FILE
 
 STEP_TOKENS = 1024
@@ -78,7 +78,7 @@ class DraftStudent:
         if not guess_runs:
             return {}
         agreement_rate = torch.cat(agreements).mean().item()
-        return {"agreement": [round(agreement_rate, 4)], "accepted": compute_accepted(torch.cat(guess_runs))}
+        return {"agreement": [round(agreement_rate, 4)], "accepted": compute_mean_accepted(torch.cat(guess_runs))}
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write the draft as a checkpoint in bf16."""
@@ -115,13 +115,13 @@ def train_draft(
     if (work_path / TRAINING_STATE_FILE).is_file():
         training_state = torch.load(work_path / TRAINING_STATE_FILE, "cpu", weights_only=True)
         model.load_state_dict(training_state["weights"])
-    student = DraftStudent(model, can_pack(model, read_examples(work_path, held_out=False)), torch_device)
+    student = DraftStudent(model, can_pack_documents(model, read_examples(work_path, held_out=False)), torch_device)
     limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
     train_student(student, work_path, training_state, {}, limits)
 
 
 @torch.no_grad()
-def can_pack(model: nn.Module, examples: Sequence[Example]) -> bool:
+def can_pack_documents(model: nn.Module, examples: Sequence[Example]) -> bool:
     """Return whether documents that share an inference get the logits that each gets alone."""
     if len(examples) < 2:
         return True

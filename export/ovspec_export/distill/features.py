@@ -85,7 +85,7 @@ def write_features(
     shards = list_shards(features_folder)
     done_count = count_documents(shards)
     if layers and not (Path(work_folder) / TARGET_TABLES_FILE).is_file():
-        write_target_tables(Path(model), Path(work_folder) / TARGET_TABLES_FILE)
+        write_embedding_and_lm_head(Path(model), Path(work_folder) / TARGET_TABLES_FILE)
     stored_bytes = sum(shard.file.stat().st_size for shard in shards)
     if checkpoint:
         compute_tensors = make_torch_computation(checkpoint, model_type, layers, torch_device, trust_remote_code)
@@ -203,7 +203,9 @@ def read_examples(work: Path, held_out: bool) -> Examples:
 def make_openvino_computation(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids."""
     options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
-    compiled_model = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled_model
+    compiled_model = compile_ir(
+        model, options, lambda graph: replace_logits_by_shard_outputs(graph, layers)
+    ).compiled_model
     request = compiled_model.create_infer_request()
     output_names = {port.get_any_name() for port in compiled_model.outputs}
 
@@ -262,7 +264,7 @@ def make_shard_tensors(ids: list[int], outputs: dict[str, Tensor]) -> dict[str, 
     return {"ids": torch.tensor(ids, dtype=torch.int32), **tensors}
 
 
-def add_outputs(model: ov.Model, layers: list[int]) -> None:
+def replace_logits_by_shard_outputs(model: ov.Model, layers: list[int]) -> None:
     """Add the outputs features and final, if there are layers to read, choices and logprobs, in place of the logits."""
     logits_result = model.output("logits").get_node()
     logprobs = ops.log_softmax(logits_result.input_value(0), -1)
@@ -285,7 +287,7 @@ def require_lm_head(model: ov.Model) -> ov.Node:
     return lm_head
 
 
-def write_target_tables(folder: Path, file: Path) -> None:
+def write_embedding_and_lm_head(folder: Path, file: Path) -> None:
     """Write the target's ``embedding`` and ``lm_head`` [vocabulary, hidden], as its IR has them, in bf16.
 
     One that is tied to the other is left out.

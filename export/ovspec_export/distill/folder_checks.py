@@ -17,7 +17,7 @@ from ovspec_export.sources import Source
 
 def check_folders_apart(target: Source, output: Path, work_folder: Path) -> None:
     """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
-    target_folder = target.folder.resolve()
+    target_folder = target.path.resolve()
     for option, folder in (("output", output), ("work", work_folder)):
         if folder == target_folder or target_folder in folder.parents or folder in target_folder.parents:
             raise OvspecError(f"{folder}: is, contains or is inside the source {target.name}; name another `{option}`.")

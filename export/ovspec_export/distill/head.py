@@ -19,7 +19,7 @@ from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.head_initialization import compute_rms_sizes, initialize_head
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
-from ovspec_export.distill.training import TrainingLimits, compute_accepted, move_rows, train_student
+from ovspec_export.distill.training import TrainingLimits, compute_mean_accepted, move_vocabulary_rows, train_student
 from ovspec_export.distill.unroll import compare_guesses, compute_unrolled_loss
 from ovspec_export.distill.work_folder import TARGET_TABLES_FILE, TRAINING_STATE_FILE
 from ovspec_export.head_layout import read_head_layout
@@ -94,7 +94,7 @@ class HeadStudent:
         if not len(guess_is_right):
             return {}
         agreement_rates = [round(rate, 4) for rate in guess_is_right.mean(0).tolist()]
-        return {"agreement": agreement_rates, "accepted": compute_accepted(guess_is_right)}
+        return {"agreement": agreement_rates, "accepted": compute_mean_accepted(guess_is_right)}
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write the head as a checkpoint in AngelSlim's format; one that had another keeps its config."""
@@ -143,7 +143,7 @@ def train_head(
     training_state: dict[str, Any] = {}
     if (work_path / TRAINING_STATE_FILE).is_file():
         training_state = torch.load(work_path / TRAINING_STATE_FILE, "cpu", weights_only=True)
-        change_vocabulary(training_state, target_ids, lm_head_rows)
+        change_draft_vocabulary(training_state, target_ids, lm_head_rows)
         shapes = {name: list(weight.shape) for name, weight in training_state["weights"].items()}
         head = EagleHead(read_head_layout(training_state["config"], shapes, "the head"))
         head.load_state_dict(training_state["weights"])
@@ -155,11 +155,11 @@ def train_head(
         config |= {"draft_vocab_size": len(target_ids)}
         old_ids = torch.arange(len(head.d2t)) + head.d2t
         head.lm_head.weight = nn.Parameter(
-            move_rows(head.lm_head.weight, old_ids, target_ids, lm_head_rows[target_ids].float())
+            move_vocabulary_rows(head.lm_head.weight, old_ids, target_ids, lm_head_rows[target_ids].float())
         )
         if head.lm_head.bias is not None:
             head.lm_head.bias = nn.Parameter(
-                move_rows(head.lm_head.bias, old_ids, target_ids, torch.zeros(len(target_ids)))
+                move_vocabulary_rows(head.lm_head.bias, old_ids, target_ids, torch.zeros(len(target_ids)))
             )
         feature_divisor = torch.ones(head.fc.in_features)
         if not head.layout.fused_norm:  # as in a new one
@@ -191,15 +191,15 @@ def choose_draft_ids(examples: Examples, vocab_size: int, id_count: int) -> Tens
     return expected_counts.topk(min(id_count, vocab_size)).indices.sort().values
 
 
-def change_vocabulary(training_state: dict[str, Any], new_ids: Tensor, lm_head_rows: Tensor) -> None:
+def change_draft_vocabulary(training_state: dict[str, Any], new_ids: Tensor, lm_head_rows: Tensor) -> None:
     """Give a state the lm_head for ``new_ids``; new rows begin as the target's ``lm_head_rows``."""
     initial_values = {"lm_head.weight": lm_head_rows[new_ids].float(), "lm_head.bias": torch.zeros(len(new_ids))}
     for name in initial_values.keys() & training_state["averaged"].keys():
         for weights in (training_state["weights"], training_state["averaged"]):
-            weights[name] = move_rows(weights[name], training_state["ids"], new_ids, initial_values[name])
+            weights[name] = move_vocabulary_rows(weights[name], training_state["ids"], new_ids, initial_values[name])
         moments = training_state["optimizer"][name]
         for moment_name in ("exp_avg", "exp_avg_sq"):
-            moments[moment_name] = move_rows(
+            moments[moment_name] = move_vocabulary_rows(
                 moments[moment_name], training_state["ids"], new_ids, torch.zeros_like(initial_values[name])
             )
     training_state["ids"] = new_ids

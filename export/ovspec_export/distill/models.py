@@ -24,7 +24,7 @@ ResultKind = Literal["head", "draft", "trimmed draft"]
 LAYER_TYPES_WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
-def choose_result_kind(
+def choose_kind_draft_and_layers(
     target: Source, draft_name: str | None, trim_vocabulary: int | None, draft_vocabulary: int | None
 ) -> tuple[ResultKind, Source | None, list[int]]:
     """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
@@ -42,7 +42,7 @@ def choose_result_kind(
     if not for_head and draft_vocabulary:
         raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
     if target.is_ir:
-        check_target_ir(target.folder, target.name, for_head)
+        check_target_ir(target.path, target.name, for_head)
     elif for_head:
         check_target_checkpoint(target)
     if isinstance(draft, HeadSource) and not trim_vocabulary:
@@ -98,16 +98,16 @@ def check_target_checkpoint(target: Source) -> None:
         )
 
 
-def find_origin(target: Source) -> tuple[str, str | None]:
+def find_target_origin(target: Source) -> tuple[str, str | None]:
     """Return the name and the revision of the checkpoint behind a target, as far as they are known."""
-    if target.is_ir and (manifest := read_manifest(target.folder)):
+    if target.is_ir and (manifest := read_manifest(target.path)):
         return manifest.target.source, manifest.target.revision
     return target.name, target.revision
 
 
 def find_torch_checkpoint(target: Source) -> Source | None:
     """Return the checkpoint of which torch can compute hidden states; None if there is none."""
-    checkpoint = find_exported_checkpoint(target) if target.is_ir else target
+    checkpoint = find_checkpoint_of_export(target) if target.is_ir else target
     if checkpoint is None or isinstance(checkpoint, GgufSource) or checkpoint.holds_text_model:
         print_note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
         return None
@@ -125,27 +125,27 @@ def find_draft_checkpoint(draft_name: str) -> Source:
         return source
     if isinstance(source, HeadSource):
         raise OvspecError(f"{draft_name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
-    manifest_entry = find_manifest_entry(source.folder)
+    manifest_entry = find_manifest_entry(source.path)
     if manifest_entry is None:
         raise OvspecError(f"{draft_name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
-    if not (checkpoint := find_exported_checkpoint(source)):
+    if not (checkpoint := find_checkpoint_of_export(source)):
         raise OvspecError(
             f"{draft_name}: its checkpoint, {manifest_entry.source}, is needed and isn't here; name its folder "
             "or hub id."
         )
-    print_note(f"{draft_name}: taught from its checkpoint {checkpoint.folder}")
+    print_note(f"{draft_name}: taught from its checkpoint {checkpoint.path}")
     return checkpoint
 
 
-def find_exported_checkpoint(source: Source) -> Source | None:
+def find_checkpoint_of_export(source: Source) -> Source | None:
     """Return the checkpoint of an export by what its manifest says: beside it, or on the hub; None if it isn't there.
 
     The network need not be there for what is in the hub's cache.
     """
-    manifest_entry = find_manifest_entry(source.folder)
+    manifest_entry = find_manifest_entry(source.path)
     if manifest_entry is None:
         return None
-    neighbor_folders = [parent / manifest_entry.source for parent in list(source.folder.resolve().parents)[:2]]
+    neighbor_folders = [parent / manifest_entry.source for parent in list(source.path.resolve().parents)[:2]]
     checkpoint_names = [str(folder) for folder in neighbor_folders if (folder / "config.json").is_file()]
     if manifest_entry.source.count("/") == 1:
         checkpoint_names.append(f"{manifest_entry.source.partition('@')[0]}@{manifest_entry.revision}")

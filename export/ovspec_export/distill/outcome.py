@@ -21,7 +21,7 @@ from ovspec_export.distill.work_folder import WorkFolder
 MIN_GAIN_SECONDS = 15.0  # seconds
 
 
-class Outcome(enum.IntEnum):
+class DistillOutcome(enum.IntEnum):
     """How a distillation ended: the exit codes of ``ovspec distill``."""
 
     GAINED = 0
@@ -29,7 +29,7 @@ class Outcome(enum.IntEnum):
     STOPPED = 130
 
 
-def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> Outcome:
+def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOutcome:
     """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
     if not is_finished(plan, work_folder):
         export_result(plan, work_folder)
@@ -39,10 +39,10 @@ def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> Outcome:
     assert finished_record and manifest
     if not is_new_draft_faster(finished_record.rows):
         print_note(describe_missing_gain(plan.result_name, finished_record.rows))
-        return Outcome.NOTHING_GAINED
+        return DistillOutcome.NOTHING_GAINED
     print_note(f"{plan.output}: finished")
     add_draft_to_target(plan, work_folder.result_ir, manifest.target)
-    return Outcome.GAINED
+    return DistillOutcome.GAINED
 
 
 def is_finished(plan: DistillPlan, work_folder: WorkFolder) -> bool:
@@ -79,7 +79,7 @@ def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
         draft = plan.draft if plan.makes_head else stages.find_working_draft(plan, work_folder)
         export_draft(plan, work_folder, draft, work_folder.old_draft_ir)
         return work_folder.old_draft_ir
-    target_draft = plan.target.folder.resolve() / DRAFT_FOLDER
+    target_draft = plan.target.path.resolve() / DRAFT_FOLDER
     if plan.target.is_ir and target_draft.is_dir():
         return target_draft
     return None

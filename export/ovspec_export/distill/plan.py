@@ -16,9 +16,14 @@ from ovspec.ir.compile import MODEL_FILE, check_weights_file
 from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
-from ovspec_export.convert import describe_failure, estimate_space
+from ovspec_export.convert import describe_failure, estimate_disk_space
 from ovspec_export.distill.folder_checks import check_folders_apart, check_result_folder, check_text_files
-from ovspec_export.distill.models import ResultKind, choose_result_kind, find_origin, find_torch_checkpoint
+from ovspec_export.distill.models import (
+    ResultKind,
+    choose_kind_draft_and_layers,
+    find_target_origin,
+    find_torch_checkpoint,
+)
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.work_folder import DistillSettings, check_settings, read_work_header
 from ovspec_export.folders import check_disk_space
@@ -128,11 +133,11 @@ def make_plan(options: DistillOptions) -> DistillPlan:
     if isinstance(target, HeadSource):
         raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
     check_folders_apart(target, output, work_folder)
-    kind, draft, tap_layers = choose_result_kind(
+    kind, draft, tap_layers = choose_kind_draft_and_layers(
         target, options.draft, options.trim_vocabulary, options.draft_vocabulary
     )
     settings = DistillSettings(
-        model=hash_model(target.folder) if target.is_ir else target.revision,
+        model=hash_model(target.path) if target.is_ir else target.revision,
         text=[str(path.expanduser().resolve()) for path in options.text],
         topics=str(options.topics.expanduser().resolve()) if options.topics else None,
         draft=f"{draft.name} {draft.revision}" if draft else None,
@@ -142,7 +147,16 @@ def make_plan(options: DistillOptions) -> DistillPlan:
     check_settings(work_folder, work_header, settings)
     torch_checkpoint = find_torch_checkpoint(target) if options.torch_device != "cpu" else None
     plan = DistillPlan(
-        options, kind, output, work_folder, target, find_origin(target), torch_checkpoint, draft, tap_layers, settings
+        options,
+        kind,
+        output,
+        work_folder,
+        target,
+        find_target_origin(target),
+        torch_checkpoint,
+        draft,
+        tap_layers,
+        settings,
     )
     check_disk_and_memory(plan)
     return plan
@@ -166,7 +180,7 @@ def check_disk_and_memory(plan: DistillPlan) -> None:
     """Raise OvspecError if the disk or the memory is too small."""
     trained_weights = count_trained_weights(plan)
     training_bytes = STORED_BYTES_PER_WEIGHT * trained_weights + 4 * count_embedding_weights(plan.target)
-    export_bytes = 0.0 if plan.target.is_ir else estimate_space(plan.target, INT8)
+    export_bytes = 0.0 if plan.target.is_ir else estimate_disk_space(plan.target, INT8)
     stored_bytes = sum(file.stat().st_size for file in plan.work_folder.rglob("*") if file.is_file())
     features_bytes = 0 if plan.kind == "trimmed draft" else plan.options.size_limit * 1e9
     check_disk_space(
@@ -191,9 +205,9 @@ def estimate_memory(plan: DistillPlan) -> float:
     Training holds ``TRAINING_BYTES_PER_WEIGHT`` of each weight that is trained, and of a head also the target's
     embedding and lm_head in 16 bits.
     """
-    target_copies = 1 + bool(plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()))
+    target_copies = 1 + bool(plan.draft or (plan.target.is_ir and (plan.target.path / DRAFT_FOLDER).is_dir()))
     if plan.target.is_ir:
-        generating_bytes = float(check_weights_file(plan.target.folder / MODEL_FILE))
+        generating_bytes = float(check_weights_file(plan.target.path / MODEL_FILE))
     else:
         generating_bytes = plan.target.parameter_count * WEIGHT_FORMATS["int8"] / 8
     if plan.kind == "trimmed draft":

@@ -22,7 +22,7 @@ from ovspec.setup.manifest import (
     read_manifest,
 )
 from ovspec_export.compression import INT8
-from ovspec_export.distill.card import DocumentCounts, ResultRecord, write_record
+from ovspec_export.distill.card import DocumentCounts, ResultRecord, write_record_and_card
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.folder_checks import check_result_folder
 from ovspec_export.distill.plan import DistillPlan
@@ -30,7 +30,7 @@ from ovspec_export.distill.result_export import make_result_source
 from ovspec_export.distill.stages import find_exported_target
 from ovspec_export.distill.work_folder import TRAINING_STAGE, WorkFolder
 from ovspec_export.folders import find_foreign_file, open_partial_folder, replace_folder
-from ovspec_export.manifests import complete_export, describe_model, read_installed_versions
+from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 
 
 def make_result_record(
@@ -60,8 +60,8 @@ def make_result_record(
         data=counts_by_source,
         held_out=held_out_counts,
         machine=dict(list_available_devices()).get("CPU", "an unknown processor"),
-        agreement=stage_figures.figures_of(TRAINING_STAGE).get("agreement") or [],
-        lost=stage_figures.figures_of("trimming").get("lost"),
+        agreement=stage_figures.get_stage_figures(TRAINING_STAGE).get("agreement") or [],
+        lost=stage_figures.get_stage_figures("trimming").get("lost"),
         rows=benchmark_rows,
     )
 
@@ -73,16 +73,16 @@ def write_result(plan: DistillPlan, work_folder: WorkFolder, record: ResultRecor
     with open_partial_folder(plan.output, overwrite=True) as partial_folder:
         for folder in (work_folder.result_checkpoint, work_folder.result_ir):  # whose config says more
             shutil.copytree(folder, partial_folder, dirs_exist_ok=True, ignore=ignored_patterns)
-        write_record(record, plan.result_name, partial_folder)
-        manifest_entry = describe_model(
-            make_result_source(plan, work_folder), partial_folder, INT8, find_exported_target(plan, work_folder).folder
+        write_record_and_card(record, plan.result_name, partial_folder)
+        manifest_entry = make_manifest_entry(
+            make_result_source(plan, work_folder), partial_folder, INT8, find_exported_target(plan, work_folder).path
         )
         complete_export(partial_folder, plan.output, Manifest(manifest_entry, None, read_installed_versions(), {}))
 
 
 def add_draft_to_target(plan: DistillPlan, ir_folder: Path, manifest_entry: ExportedModel) -> None:
     """Put the exported result into an exported target that has no draft, and say so."""
-    target_folder = plan.target.folder.resolve()
+    target_folder = plan.target.path.resolve()
     if not plan.target.is_ir or not has_manifest(target_folder):
         return
     try:
@@ -128,8 +128,8 @@ def rewrite_target_with_draft(
         replace_folder(new_folder, target_folder)
 
 
-def link_or_copy(original: Path, copy: Path) -> None:
+def link_or_copy(source_file: Path, new_file: Path) -> None:
     try:
-        os.link(original, copy)
+        os.link(source_file, new_file)
     except OSError:
-        shutil.copy2(original, copy)
+        shutil.copy2(source_file, new_file)

@@ -20,7 +20,7 @@ from ovspec_export.sources import HeadSource, Source, copy_missing_files, make_s
 def export_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
     """Export the result so far into ``result_ir``."""
     if plan.kind == "draft":
-        copy_missing_files(find_working_draft(plan, work_folder).folder, work_folder.result_checkpoint)
+        copy_missing_files(find_working_draft(plan, work_folder).path, work_folder.result_checkpoint)
     with work_folder.time_stage(EXPORTING_STAGE):
         export_draft(plan, work_folder, make_result_source(plan, work_folder), work_folder.result_ir)
 

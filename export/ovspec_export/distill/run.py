@@ -20,7 +20,7 @@ from ovspec_export.distill import stages
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.gain_benchmark import MAX_GENERATED_TOKENS, MAX_PROMPTS
 from ovspec_export.distill.models import check_target_ir, require_config_number
-from ovspec_export.distill.outcome import Outcome, finish_distillation, write_partial_result
+from ovspec_export.distill.outcome import DistillOutcome, finish_distillation, write_partial_result
 from ovspec_export.distill.plan import DistillOptions, DistillPlan, count_trained_weights, make_plan
 from ovspec_export.distill.speedup_estimate import estimate_speedup, estimate_step_share
 from ovspec_export.distill.trimming import choose_most_used_ids, compute_missing_share, trim_draft_model
@@ -35,7 +35,7 @@ from ovspec_export.distill.work_folder import (
     delete_work_folder,
     lock_work_folder,
 )
-from ovspec_export.export import export_pair, make_checkpoint
+from ovspec_export.export import ensure_readable_checkpoint, export_pair
 
 FIRST_ROUND_SECONDS = 360.0
 ROUND_GROWTH = 1.6  # how much longer each later round takes than the one before
@@ -47,7 +47,7 @@ DEFAULT_TEXT_SHARE = 2 / 3  # of the time for data, before speeds are known
 MIN_TEXT_SHARE = 0.2  # of the time for data
 
 
-def distill_model(options: DistillOptions) -> Outcome:
+def distill_model(options: DistillOptions) -> DistillOutcome:
     """Make a head or a draft in ``options.output``.
 
     The first Ctrl-C ends it with the result so far, and the same options go on later; the second one ends it at once.
@@ -64,7 +64,7 @@ def distill_model(options: DistillOptions) -> Outcome:
             outcome = None
         if outcome is None:
             write_partial_result(plan, work_folder)
-            return Outcome.STOPPED
+            return DistillOutcome.STOPPED
     if not plan.options.work:
         delete_work_folder(work_folder)
     return outcome
@@ -83,7 +83,7 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
             raise
     if plan.draft and plan.kind == "draft" and not work_folder.draft_checkpoint.is_dir():
         partial_folder = work_folder.scratch_folder / "draft"
-        if make_checkpoint(plan.draft, partial_folder, "bf16") is not plan.draft:
+        if ensure_readable_checkpoint(plan.draft, partial_folder, "bf16") is not plan.draft:
             rename_with_retries(partial_folder, work_folder.draft_checkpoint)
 
 
@@ -106,7 +106,7 @@ def compute_round_ends(budget_seconds: float) -> list[float]:
 
 def compute_training_end(plan: DistillPlan, work_folder: WorkFolder) -> float:
     """Return when texts and training end, in seconds of all stages, so that what follows ends with the time."""
-    inference_costs = work_folder.stage_figures.figures_of(COSTS_STAGE).get("costs")
+    inference_costs = work_folder.stage_figures.get_stage_figures(COSTS_STAGE).get("costs")
     mode_count = 2 + bool(plan.draft)
     needed_seconds = RESULT_EXPORT_SECONDS + 1.2 * mode_count * MAX_PROMPTS * MAX_GENERATED_TOKENS * (
         inference_costs[0] if inference_costs else math.inf
@@ -118,7 +118,7 @@ def run_rounds(plan: DistillPlan, work_folder: WorkFolder) -> bool:
     """Run all rounds that are left; return whether they came to their end, and weren't stopped."""
     if plan.kind == "trimmed draft":
         return run_trimming(plan, work_folder)
-    if not work_folder.stage_figures.figures_of(COSTS_STAGE) and not time_target_inference(plan, work_folder):
+    if not work_folder.stage_figures.get_stage_figures(COSTS_STAGE) and not time_target_inference(plan, work_folder):
         return False
     round_ends = compute_round_ends(compute_training_end(plan, work_folder))
     for round_number, round_end in enumerate(round_ends, 1):
@@ -166,7 +166,7 @@ def trim_to_texts(plan: DistillPlan, work_folder: WorkFolder) -> None:
     draft = plan.draft
     id_count = plan.options.trim_vocabulary
     assert draft and id_count
-    tokenizer = Tokenizer(stages.find_exported_target(plan, work_folder).folder)
+    tokenizer = Tokenizer(stages.find_exported_target(plan, work_folder).path)
     documents = read_documents(work_folder.documents_file)
     training_texts = [document.ids for document in documents if not document.held_out]
     kept_ids = choose_most_used_ids(
@@ -250,17 +250,17 @@ def run_stage(plan: DistillPlan, work_folder: WorkFolder, round_number: int, sta
 def describe_progress(plan: DistillPlan, work_folder: WorkFolder, stage: str) -> str:
     """Return how far a distillation is, for the line that is shown while a stage runs."""
     stage_figures = work_folder.stage_figures
-    tokens_per_second = work_folder.stage_figures.figures_of(stage).get("per_second")
+    tokens_per_second = work_folder.stage_figures.get_stage_figures(stage).get("per_second")
     progress_parts = [f"{stage_figures.count_tokens(stage):,} tokens"]
-    if begun_tokens := stage_figures.figures_of(stage).get("begun"):
+    if begun_tokens := stage_figures.get_stage_figures(stage).get("begun"):
         progress_parts.append(f"{begun_tokens:,} more begun")
     if tokens_per_second:
         progress_parts.append(f"{tokens_per_second:,.0f} tokens/s")
-    if accepted_tokens := stage_figures.figures_of(TRAINING_STAGE).get("accepted"):
+    if accepted_tokens := stage_figures.get_stage_figures(TRAINING_STAGE).get("accepted"):
         progress_parts.append(f"{accepted_tokens[-1]:.2f} accepted tokens a round")
-        if costs := stage_figures.figures_of(COSTS_STAGE).get("costs"):
+        if costs := stage_figures.get_stage_figures(COSTS_STAGE).get("costs"):
             step_share = estimate_step_share(
-                stages.find_exported_target(plan, work_folder).folder, count_trained_weights(plan)
+                stages.find_exported_target(plan, work_folder).path, count_trained_weights(plan)
             )
             progress_parts.append(f"about {estimate_speedup(accepted_tokens, costs, step_share):.2f} times as fast")
     seconds_left = plan.budget_seconds - stage_figures.sum_seconds()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ovspec.base.files import read_text
 from ovspec.base.json_types import JsonObject
-from ovspec_export.convert import run_job
+from ovspec_export.convert import run_worker_job
 from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.work_folder import GAIN_STAGE, WorkFolder
 from ovspec_export.sources import HeadSource, Source
@@ -23,7 +23,7 @@ UNLIMITED_TOKENS = 2**62  # tokens, which no time is enough for
 
 def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
     """Return the exported target."""
-    target_folder = plan.target.folder.resolve() if plan.target.is_ir else work_folder.target_folder
+    target_folder = plan.target.path.resolve() if plan.target.is_ir else work_folder.target_folder
     return Source(plan.target.name, target_folder, is_ir=True, revision=plan.target.revision)
 
 
@@ -34,10 +34,10 @@ def run_texts_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on
     if plan.options.topics:
         lines = read_text(plan.options.topics.expanduser()).splitlines()
         topics = [line.strip() for line in lines if line.strip()]
-    folder_arguments = {"model": str(target.folder), "work_folder": str(work_folder.path)}
+    folder_arguments = {"model": str(target.path), "work_folder": str(work_folder.path)}
     limit_arguments = {"seconds": seconds, "tokens": UNLIMITED_TOKENS}
     text_arguments = {"texts": plan.settings.text, "topics": topics}
-    return run_job(
+    return run_worker_job(
         "write_texts",
         target,
         work_folder.scratch_folder,
@@ -54,16 +54,16 @@ def run_features_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float,
     torch_arguments = JsonObject()
     if plan.torch_checkpoint:
         torch_arguments = {
-            "checkpoint": str(plan.torch_checkpoint.folder),
+            "checkpoint": str(plan.torch_checkpoint.path),
             "model_type": plan.torch_checkpoint.model_type,
         }
         torch_arguments |= {"torch_device": plan.options.torch_device}
-    return run_job(
+    return run_worker_job(
         "write_features",
         plan.torch_checkpoint or target,
         work_folder.scratch_folder,
         on_progress,
-        model=str(target.folder),
+        model=str(target.path),
         work_folder=str(work_folder.path),
         layers=plan.tap_layers,
         seconds=seconds,
@@ -83,19 +83,19 @@ def run_training_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float,
     if plan.makes_head:
         target = find_exported_target(plan, work_folder)
         head_arguments = {"layers": plan.tap_layers, "draft_vocabulary": plan.draft_vocab_size}
-        head_arguments |= {"start_checkpoint": str(plan.draft.folder) if isinstance(plan.draft, HeadSource) else ""}
-        return run_job(
+        head_arguments |= {"start_checkpoint": str(plan.draft.path) if isinstance(plan.draft, HeadSource) else ""}
+        return run_worker_job(
             "train_head",
             target,
             work_folder.scratch_folder,
             on_progress,
-            model=str(target.folder),
+            model=str(target.path),
             **head_arguments,
             **common_arguments,
         )
     draft = find_working_draft(plan, work_folder)
-    checkpoint_arguments = {"source": str(draft.folder), "model_type": draft.model_type, "trust_remote_code": False}
-    return run_job(
+    checkpoint_arguments = {"source": str(draft.path), "model_type": draft.model_type, "trust_remote_code": False}
+    return run_worker_job(
         "train_draft", draft, work_folder.scratch_folder, on_progress, **checkpoint_arguments, **common_arguments
     )
 
@@ -103,7 +103,7 @@ def run_training_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float,
 def run_costs_job(plan: DistillPlan, work_folder: WorkFolder, on_progress: ProgressCallback) -> bool:
     """Time the target, so that it can be said what to expect."""
     target = find_exported_target(plan, work_folder)
-    return run_job("measure_costs", target, work_folder.scratch_folder, on_progress, model=str(target.folder))
+    return run_worker_job("measure_costs", target, work_folder.scratch_folder, on_progress, model=str(target.path))
 
 
 def run_gain_job(
@@ -112,7 +112,7 @@ def run_gain_job(
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
     target = find_exported_target(plan, work_folder)
     path_arguments = {
-        "model": target.folder,
+        "model": target.path,
         "new_draft": work_folder.result_ir,
         "documents_file": work_folder.documents_file,
         "output": output,
@@ -121,7 +121,7 @@ def run_gain_job(
         "old_draft": str(old_draft) if old_draft else ""
     }
     with work_folder.time_stage(GAIN_STAGE):
-        run_job("measure_gain", target, work_folder.scratch_folder, None, **arguments, seconds=seconds)
+        run_worker_job("measure_gain", target, work_folder.scratch_folder, None, **arguments, seconds=seconds)
 
 
 def find_working_draft(plan: DistillPlan, work_folder: WorkFolder) -> Source:

@@ -165,16 +165,16 @@ class PromptOpening:
 
 def make_prompt_source(
     prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenRuns, max_question_tokens: int
-) -> QuestionSource | BeginningSource:
+) -> SelfAskedPrompts | SelfBegunPrompts:
     """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
     try:
         split_at_user_text(prompt_encoder.chat_format, None)
     except OvspecError:
-        return BeginningSource(prompt_encoder, seen_runs)
-    return QuestionSource(prompt_encoder, topics, seen_runs, max_question_tokens)
+        return SelfBegunPrompts(prompt_encoder, seen_runs)
+    return SelfAskedPrompts(prompt_encoder, topics, seen_runs, max_question_tokens)
 
 
-class QuestionSource:
+class SelfAskedPrompts:
     """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
 
     def __init__(
@@ -236,7 +236,7 @@ class QuestionSource:
         return Prompt(prompt_ids, is_held_out(question_ids))
 
 
-class BeginningSource:
+class SelfBegunPrompts:
     """Lets the model begin texts, if it has no chat template."""
 
     def __init__(self, prompt_encoder: PromptEncoder, seen_runs: SeenRuns) -> None:
@@ -326,7 +326,7 @@ def select_unanswered_prompts(
 
 
 @dataclass(frozen=True)
-class RunningText:
+class UnfinishedText:
     """A text that is being written: what the model asks after a ``PromptOpening``, or answers to a ``Prompt``."""
 
     row: Row
@@ -347,7 +347,7 @@ class TextWriter:
     def __init__(
         self,
         runtime: Runtime,
-        prompt_source: QuestionSource | BeginningSource,
+        prompt_source: SelfAskedPrompts | SelfBegunPrompts,
         seen_runs: SeenRuns,
         documents: Iterable[Document],
         prompts: Iterable[Prompt],
@@ -365,7 +365,7 @@ class TextWriter:
         ]
         self._ready_prompts = deque(prompts)
         self._next_number = first_number
-        self._running_texts: dict[int, RunningText] = {}  # by the scheduler's number of its row
+        self._running_texts: dict[int, UnfinishedText] = {}  # by the scheduler's number of its row
         self._written_documents: list[Document] = []
 
     def write_documents(
@@ -416,7 +416,7 @@ class TextWriter:
             for running_text in self._running_texts.values()
         )
 
-    def _start_text(self) -> RunningText:
+    def _start_text(self) -> UnfinishedText:
         """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
         rng = np.random.default_rng(self._next_number)
         greedy = bool(rng.integers(2))
@@ -428,9 +428,9 @@ class TextWriter:
             prompt = self._draw_prompt(rng)
         else:
             opening = self._prompt_source.draw_opening(rng)
-            return RunningText(self._make_row(opening.ids, seed=seed, **opening.row_options), opening, False)
+            return UnfinishedText(self._make_row(opening.ids, seed=seed, **opening.row_options), opening, False)
         row_options = {"temperature": 0.0 if greedy else 1.0, "max_tokens": self._max_answer_tokens}
-        return RunningText(self._make_row(prompt.ids, seed=seed, **row_options), prompt, greedy)
+        return UnfinishedText(self._make_row(prompt.ids, seed=seed, **row_options), prompt, greedy)
 
     def _draw_prompt(self, rng: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
@@ -467,7 +467,7 @@ class TextWriter:
             del self._running_texts[row_number]
         return looping_numbers
 
-    def _keep_answer(self, running_text: RunningText, prompt: Prompt) -> None:
+    def _keep_answer(self, running_text: UnfinishedText, prompt: Prompt) -> None:
         """Make a document of an answer, unless it loops or is a near-duplicate."""
         answer_ids = running_text.row.token_ids
         if is_looping(answer_ids) or self._seen_runs.is_near_duplicate(answer_ids):

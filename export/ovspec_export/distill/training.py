@@ -120,7 +120,7 @@ def run_training_loop(
             }
             torch.save(extra_state | state_entries, partial_file)
 
-    def call_with_average(action: Any) -> Any:
+    def call_with_averaged_weights(action: Any) -> Any:
         """Call ``action`` while the student has the averaged weights."""
         with torch.no_grad():
             current_weights = {name: weight.detach().clone() for name, weight in trainable_weights.items()}
@@ -158,7 +158,7 @@ def run_training_loop(
         for name, weight in trainable_weights.items():
             averaged_weights[name].lerp_(weight.detach(), average_share)
         if now - last_judgement_time > JUDGE_SECONDS:
-            judgement = call_with_average(lambda: student.measure_acceptance(judged_examples))
+            judgement = call_with_averaged_weights(lambda: student.measure_acceptance(judged_examples))
             last_judgement_time = time.monotonic()
             closing_seconds = (last_judgement_time - now) * len(held_out_examples) / max(len(judged_examples), 1)
         if now - last_report_time > REPORT_SECONDS:
@@ -170,8 +170,8 @@ def run_training_loop(
             save_state()
             last_save_time = time.monotonic()
     save_state()
-    call_with_average(lambda: student.write_checkpoint(work_folder / CHECKPOINT_FOLDER))
-    judgement = call_with_average(lambda: student.measure_acceptance(held_out_examples))
+    call_with_averaged_weights(lambda: student.write_checkpoint(work_folder / CHECKPOINT_FOLDER))
+    judgement = call_with_averaged_weights(lambda: student.measure_acceptance(held_out_examples))
     report_progress(tokens=seen_tokens, steps=step, **judgement)
 
 
@@ -190,17 +190,19 @@ def keep_freed_memory() -> None:
             c_library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def compute_accepted(guess_is_right: Tensor) -> list[float]:
+def compute_mean_accepted(guess_is_right: Tensor) -> list[float]:
     """Return how many of the first 1, 2, … guesses come before the first wrong one, on average: right (n, guesses)."""
     return [round(mean, 4) for mean in guess_is_right.cumprod(1).mean(0).cumsum(0).tolist()]
 
 
-def move_rows(rows: Tensor, old_ids: Tensor, new_ids: Tensor, initial_rows: Tensor) -> Tensor:
-    """Return rows for ``new_ids`` from those for ``old_ids``, and from ``initial_rows`` [new, …] for others."""
+def move_vocabulary_rows(
+    rows_of_old_ids: Tensor, old_ids: Tensor, new_ids: Tensor, rows_of_unknown_ids: Tensor
+) -> Tensor:
+    """Return rows for ``new_ids`` from those for ``old_ids``, and from ``rows_of_unknown_ids`` [new, …] for others."""
     row_indices = torch.full((int(max(old_ids.max(), new_ids.max())) + 1,), -1).index_put_(
         (old_ids,), torch.arange(len(old_ids))
     )[new_ids]
     is_known = row_indices >= 0
-    moved_rows = initial_rows.clone()
-    moved_rows[is_known] = rows[row_indices[is_known]]
+    moved_rows = rows_of_unknown_ids.clone()
+    moved_rows[is_known] = rows_of_old_ids[row_indices[is_known]]
     return moved_rows

@@ -17,7 +17,7 @@ from ovspec_export.compression import INT8
 from ovspec_export.convert import copy_ir_files
 from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_draft_vocabulary
 from ovspec_export.folders import check_disk_space, check_output_folder, open_partial_folder
-from ovspec_export.manifests import complete_export, describe_model, read_installed_versions
+from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 from ovspec_export.sources import GgufSource, HeadSource, Source, copy_model_files
 
 MIN_IDS = 64  # ids; with fewer, hardly anything can be proposed
@@ -88,9 +88,9 @@ def trim_draft_model(draft: Source, ids: np.ndarray, output: Path, overwrite: bo
         if draft.is_ir:
             copy_ir_files(draft, partial_folder)
             trim_ir(partial_folder, ids, draft.name)
-            model_entry = describe_model(draft, partial_folder, INT8)
+            model_entry = make_manifest_entry(draft, partial_folder, INT8)
         else:
-            copy_model_files(draft.folder, partial_folder, lambda file: file.name != MANIFEST_FILE)
+            copy_model_files(draft.path, partial_folder, lambda file: file.name != MANIFEST_FILE)
             write_draft_vocabulary(partial_folder, ids)
             model_entry = ExportedModel(draft.name, "as it was", {}, [], draft.revision)
         complete_export(partial_folder, output, Manifest(model_entry, None, read_installed_versions(), {}))

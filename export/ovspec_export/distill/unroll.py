@@ -59,7 +59,7 @@ def make_attention_mask(is_hidden: Tensor) -> Tensor:
     return torch.zeros(is_hidden.shape).masked_fill_(is_hidden, torch.finfo(torch.float32).min)
 
 
-def select_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
+def select_step_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
     """Return the rows of one of the batch's ``values`` that a step guesses."""
     if step == 0:
         return values
@@ -78,8 +78,8 @@ def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draf
     normalized_outputs = outputs
     if head.layout.norm_before_head:
         normalized_outputs = [head.norm(output) for output in outputs]
-    choices = torch.cat([draft_ids[select_targets(batch.choices, batch, step)] for step in range(steps)])
-    probabilities = torch.cat([select_targets(batch.logprobs, batch, step) for step in range(steps)]).exp()
+    choices = torch.cat([draft_ids[select_step_targets(batch.choices, batch, step)] for step in range(steps)])
+    probabilities = torch.cat([select_step_targets(batch.logprobs, batch, step) for step in range(steps)]).exp()
     probabilities *= (choices >= 0) & (probabilities > MIN_PROBABILITY)
     draft_vocab_size = len(head.lm_head.weight)
     likely_ids = choices[probabilities > 0].unique()
@@ -102,7 +102,7 @@ def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draf
         zip(normalized_outputs, cross_entropy.split([len(output) for output in normalized_outputs]), strict=True)
     ):
         if len(step_losses):
-            final_states = select_targets(batch.final_states, batch, step)
+            final_states = select_step_targets(batch.final_states, batch, step)
             distance = torch.zeros(())
             if final_states.shape == step_output.shape:
                 distance = F.mse_loss(step_output, final_states) / final_states.square().mean()

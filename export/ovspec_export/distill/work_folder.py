@@ -66,15 +66,15 @@ class StageFigures:
     seconds: dict[str, float] = field(default_factory=dict)
     told: dict[str, JsonObject] = field(default_factory=dict)
 
-    def figures_of(self, stage: str) -> JsonObject:
+    def get_stage_figures(self, stage: str) -> JsonObject:
         return self.told.get(stage, {})
 
     def update_figures(self, stage: str, figures: JsonObject) -> None:
-        self.told[stage] = self.figures_of(stage) | figures
+        self.told[stage] = self.get_stage_figures(stage) | figures
 
     def count_tokens(self, stage: str) -> int:
         """Return the tokens that a stage has got through."""
-        return self.figures_of(stage).get("tokens", 0)
+        return self.get_stage_figures(stage).get("tokens", 0)
 
     def sum_seconds(self, *stages: str) -> float:
         """Return the seconds of these stages, or of all."""
@@ -117,16 +117,16 @@ class WorkFolder:
         write_atomically(self.path / STAGE_FIGURES_FILE, json.dumps(asdict(self.stage_figures), indent=1))
 
     @contextlib.contextmanager
-    def time_stage(self, stage: str) -> Iterator[StageTimer]:
+    def time_stage(self, stage: str) -> Iterator[StageRecorder]:
         """Count the seconds of the block, and what its job tells, for ``stage``."""
-        timer = StageTimer(self, stage)
+        timer = StageRecorder(self, stage)
         try:
             yield timer
         finally:
             timer.save_seconds()
 
 
-class StageTimer:
+class StageRecorder:
     """Counts what a stage takes."""
 
     def __init__(self, work_folder: WorkFolder, stage: str) -> None:

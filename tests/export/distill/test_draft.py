@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ovspec_export.distill.documents import Document
-from ovspec_export.distill.draft import DraftStudent, can_pack, compute_draft_logits, train_draft
+from ovspec_export.distill.draft import DraftStudent, can_pack_documents, compute_draft_logits, train_draft
 from ovspec_export.distill.features import Example, write_shard
 from ovspec_export.distill.packing import Batch, pack_examples
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER, TRAINING_STATE_FILE
@@ -85,7 +85,7 @@ def loss_packed(model: torch.nn.Module, examples: list[Example], change: Callabl
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_have_the_loss_of_each_alone(name: str) -> None:
     model, examples = random_model(name), random_examples()
-    assert can_pack(model, examples)
+    assert can_pack_documents(model, examples)
     expected = loss_alone(model, examples)
     assert loss_packed(model, examples, lambda batch: batch) == pytest.approx(expected, rel=1e-4)
     for bug in (continued, labels_shifted, labels_of_another_document):
@@ -99,7 +99,7 @@ def test_models_that_cannot_be_packed_are_noticed() -> None:
         def forward(self, input_ids: torch.Tensor, **_: object) -> object:
             return type("Output", (), {"logits": torch.nn.functional.one_hot(input_ids, VOCAB).float().cumsum(1)})
 
-    assert not can_pack(Recurrent(), random_examples())
+    assert not can_pack_documents(Recurrent(), random_examples())
 
 
 def test_a_draft_learns_and_goes_on(tmp_path: Path) -> None:

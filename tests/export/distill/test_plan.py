@@ -24,7 +24,7 @@ from ovspec.base.errors import OvspecError
 def distil(
     pair: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Distilling:
-    monkeypatch.setattr(stages, "run_job", lambda *_, **__: pytest.fail("a job ran"))
+    monkeypatch.setattr(stages, "run_worker_job", lambda *_, **__: pytest.fail("a job ran"))
     # What is refused depends on what is given, not on the room of this machine.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1e12, used=0, free=1e12))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1e12))
@@ -125,7 +125,7 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     refused(distil, "draft: its checkpoint, small-hf, is needed and isn't here; name its folder", draft=exported)
     shutil.copytree(DRAFT, distil.folder / "small-hf")
     plan = make_plan(DistillOptions(str(distil.model), distil.output, draft=exported))
-    assert plan.draft and plan.draft.folder == distil.folder / "small-hf"
+    assert plan.draft and plan.draft.path == distil.folder / "small-hf"
     (distil.folder / "pair" / "ovspec.json").unlink()
     refused(distil, "draft: an IR, which can't be taught, and nothing says of what", draft=exported)
 

@@ -18,14 +18,14 @@ from ovspec_export.distill.features import (
     make_openvino_computation,
     make_torch_computation,
     read_examples,
+    write_embedding_and_lm_head,
     write_shard,
-    write_target_tables,
 )
-from ovspec_export.distill.head import change_vocabulary, choose_draft_ids
+from ovspec_export.distill.head import change_draft_vocabulary, choose_draft_ids
 from ovspec_export.distill.head_initialization import initialize_head
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.packing import Batch, pack_examples
-from ovspec_export.distill.training import move_rows
+from ovspec_export.distill.training import move_vocabulary_rows
 from ovspec_export.distill.unroll import compare_guesses, compute_unrolled_loss, unroll_head
 from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER
 from ovspec_export.head_layout import choose_default_tap_layers, choose_new_head_tap_layers
@@ -79,7 +79,7 @@ def test_features_are_what_the_checkpoint_computes(checkpoint, road: str) -> Non
 
 
 def test_the_tables_are_those_of_the_checkpoint(checkpoint, tmp_path: Path) -> None:
-    write_target_tables(DEMO, tmp_path / "target.safetensors")
+    write_embedding_and_lm_head(DEMO, tmp_path / "target.safetensors")
     found = load_file(tmp_path / "target.safetensors")
     table = checkpoint.get_input_embeddings().weight.detach()
     assert apart(found["embedding"], table) < 0.02
@@ -327,7 +327,7 @@ def test_the_likeliest_ids_are_proposed_and_then_the_smallest(tmp_path: Path) ->
 def test_rows_move_with_their_ids() -> None:
     old, new = torch.tensor([1, 4, 7]), torch.tensor([0, 4, 5, 7, 30])
     rows, fresh = torch.tensor([[1.0], [4.0], [7.0]]), torch.full((5, 1), -1.0)
-    assert move_rows(rows, old, new, fresh)[:, 0].tolist() == [-1.0, 4.0, -1.0, 7.0, -1.0]
+    assert move_vocabulary_rows(rows, old, new, fresh)[:, 0].tolist() == [-1.0, 4.0, -1.0, 7.0, -1.0]
 
 
 def test_an_lm_head_gets_other_ids_with_all_that_belongs_to_it() -> None:
@@ -339,7 +339,7 @@ def test_an_lm_head_gets_other_ids_with_all_that_belongs_to_it() -> None:
     }
     both = [{"lm_head.weight": weight.clone(), "lm_head.bias": bias.clone()} for _ in range(2)]
     state = {"ids": old, "config": {}, "weights": both[0], "averaged": both[1], "optimizer": moments}
-    change_vocabulary(state, new, 100 + rows)
+    change_draft_vocabulary(state, new, 100 + rows)
     for values in both:
         assert values["lm_head.weight"][:, 0].tolist() == [102.0, 4.0]
         assert values["lm_head.bias"].tolist() == [0.0, 40.0]
