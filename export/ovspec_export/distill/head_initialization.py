@@ -73,7 +73,7 @@ def limit_examples(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def compute_rms_sizes(examples: Sequence[Example], field_name: str) -> Tensor:
-    """Return the root mean square of each value of ``field_name``, features or final states, but for a text's first token."""
+    """Return the root mean square of each value of ``field_name``, but for a text's first token."""
     square_sums = torch.zeros(())
     token_count = 0
     for example in limit_examples(examples):
