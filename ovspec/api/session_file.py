@@ -25,7 +25,7 @@ from ovspec.engine.prompts import TemplateVariables
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.heads import FEATURES_OUTPUT
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.setup.identity import describe_cache_setting, hash_model
+from ovspec.setup.identity import describe_cache_setting, hash_model_and_tokenizer
 from ovspec.text.chat_template import Message
 
 FORMAT_VERSION = 1
@@ -188,7 +188,7 @@ def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], model_fold
     if header_json["format"] != FORMAT_VERSION:
         raise OvspecError(f"{path}: format {str(header_json['format'])[:20]} is not known; update ovspec.")
     header = msgspec.convert(header_json, SessionHeader)
-    if header.caches["target"].model != hash_model(model_folder):
+    if header.caches["target"].model != hash_model_and_tokenizer(model_folder):
         raise OvspecError(f"{path}: a session of another model than {model_folder}; load it with its own.")
     return header
 
@@ -207,7 +207,7 @@ def require_valid(condition: bool) -> None:
 
 def describe_cache(model: CompiledModel, tokens: np.ndarray) -> SavedCacheDescription:
     """Describe a cache of ``tokens`` (n,); only a saved cache with an equal description can be restored."""
-    return SavedCacheDescription(hash_model(model.ir.folder), describe_cache_setting(model), len(tokens))
+    return SavedCacheDescription(hash_model_and_tokenizer(model.ir.folder), describe_cache_setting(model), len(tokens))
 
 
 def list_named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:

@@ -19,7 +19,7 @@ from ovspec.params import Params
 from ovspec.params.generation import GRAMMAR_OPTIONS, SPEED_OPTIONS
 from ovspec.sampling.grammar_options import convert_requested_grammar
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.setup.identity import describe_cache_setting, hash_model, hash_prompt_files
+from ovspec.setup.identity import describe_cache_setting, hash_model_and_tokenizer, hash_prompt_files
 
 
 @dataclass
@@ -97,7 +97,8 @@ def list_text_deciding_models(lm: LanguageModel, params: Params) -> list[Compile
 def make_run_identity(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
     identities = [
-        (hash_model(model.ir.folder), describe_cache_setting(model)) for model in list_text_deciding_models(lm, params)
+        (hash_model_and_tokenizer(model.ir.folder), describe_cache_setting(model))
+        for model in list_text_deciding_models(lm, params)
     ]
     changed_options = params.changed_options(excluded=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
     options = {name: option_as_json(name, changed_options[name]) for name in sorted(changed_options)}

@@ -74,7 +74,7 @@ def run_round(
     for index, row in enumerate(rows):
         if row.sampler.constraints.commits_forced and 0 not in (lookahead.fixed_length, row.draft_limits.lookahead):
             outcomes[index] = run_row_step(commit_forced_tokens, row)
-            rows[index] = continue_after_forced(row, outcomes[index])
+            rows[index] = row_after_forced_tokens(row, outcomes[index])
     if drafter:
         begin_lookahead(lookahead, rows, target, prefill_budget)
     drafting_start = time.perf_counter()
@@ -84,7 +84,7 @@ def run_round(
     round_load = None
     unseen_chunks = unseen_by_row
     if prefill_budget:
-        round_load = measure_load(unseen_by_row, proposals)
+        round_load = measure_round_load(unseen_by_row, proposals)
         prompt_tokens = prefill_budget.count_prompt_tokens(round_load, 1e3 * (drafting_end - drafting_start))
         unseen_chunks = choose_prefill_chunks(target, unseen_by_row, prompt_tokens)
     elif len(rows) > 1:
@@ -107,7 +107,9 @@ def run_round(
             prefill_budget.learn_costs(round_load, prompt_tokens, 1e3 * (target.seconds - seconds_before))
         for index, (row, feed) in enumerate(zip(rows, feeds, strict=True)):
             if feed.logits_count:
-                outcomes[index] = run_row_step(commit_chosen, row, outcomes[index], feed, logits[index], target, index)
+                outcomes[index] = run_row_step(
+                    commit_chosen_tokens, row, outcomes[index], feed, logits[index], target, index
+                )
             elif feed.unseen_count:
                 outcomes[index] = outcomes[index]._replace(read_count=feed.unseen_count)
     if not drafter:
@@ -140,7 +142,7 @@ def commit_forced_tokens(row: RowToDraft) -> RowOutcome:
     return RowOutcome(tokens, len(tokens), ended)
 
 
-def continue_after_forced(row: RowToDraft, outcome: RowOutcome) -> RowToDraft:
+def row_after_forced_tokens(row: RowToDraft, outcome: RowOutcome) -> RowToDraft:
     """Return the row's step after its forced tokens."""
     return row._replace(
         budget=row.budget - outcome.forced_count, drafters_may_propose=row.drafters_may_propose and not outcome.ended
@@ -187,7 +189,7 @@ def find_unseen_tokens(rows: list[RowToDraft], outcomes: list[RowOutcome], targe
     ]
 
 
-def measure_load(unseen_by_row: list[np.ndarray], proposals: list[Proposal]) -> RoundLoad:
+def measure_round_load(unseen_by_row: list[np.ndarray], proposals: list[Proposal]) -> RoundLoad:
     """Return the round's numbers of rows, and of tokens that aren't read from prompts."""
     generating_counts = [
         (len(unseen_tokens) - 1, len(proposal.tokens))
@@ -219,7 +221,7 @@ def make_row_feeds(
     return feeds
 
 
-def commit_chosen(
+def commit_chosen_tokens(
     row: RowToDraft, forced_outcome: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, decoder_row: int
 ) -> RowOutcome:
     """Commit the accepted part of the proposal and one token of the target's own, after the row's forced tokens.

@@ -134,7 +134,10 @@ def compute_predicting_logits(
     context: int,
     max_chunk_tokens: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it), at most ``chunk()``."""
+    """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it).
+
+    ``max_chunk_tokens``: returns the maximum of n.
+    """
     for window_start, window_end, position in overlapping_windows(len(tokens), context):
         decoder.reset(1)
         if position - 1 > window_start:

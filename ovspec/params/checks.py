@@ -37,8 +37,8 @@ def make_params(options: Mapping[str, OptionValue]) -> Params:
 
 def check_option_combinations(params: Params) -> Params:
     """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
-    if params.conflict:
-        raise OvspecError(params.conflict)
+    if params.conflict_message:
+        raise OvspecError(params.conflict_message)
     check_grammar_options(params)
     params = check_tool_options(params)
     if params.sampler and (params.temperature or params.truncating_options):

@@ -140,11 +140,11 @@ class SamplingParams:
         for name, declaration in SAMPLING_OPTIONS.items():
             if (value := getattr(self, name)) is not declaration.default:
                 check_value(value, declaration)
-        if self.conflict:
-            raise OvspecError(self.conflict)
+        if self.conflict_message:
+            raise OvspecError(self.conflict_message)
 
     @property
-    def conflict(self) -> str | None:
+    def conflict_message(self) -> str | None:
         """The error message about values that no declaration can refuse; None if there are none."""
         if not all(bias == -math.inf or abs(bias) <= LARGEST_NUMBER for bias in self.logit_bias.values()):
             return f"`logit_bias` must be numbers up to {LARGEST_NUMBER}, or -inf to ban a token."

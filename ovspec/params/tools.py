@@ -157,7 +157,7 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
     choice_type = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
     choice_content = tool_choice.get(choice_type, tool_choice) if choice_type in ("function", "allowed_tools") else None
     if choice_type == "function" and isinstance(choice_content, Mapping):
-        return AllowedCalls(check_tool_names([choice_content.get("name")], tool_names), True, True)
+        return AllowedCalls(select_requested_tool_names([choice_content.get("name")], tool_names), True, True)
     if isinstance(choice_content, Mapping) and choice_content.get("mode", "auto") in ("auto", "required"):
         allowed_tools = choice_content.get("tools")
         if isinstance(allowed_tools, list) and all(isinstance(tool, Mapping) for tool in allowed_tools):
@@ -167,11 +167,15 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
             ]
             if not allowed_names and choice_content.get("mode") == "required":
                 raise OvspecError("`tool_choice` is required, but allows no tool; name some.")
-            return AllowedCalls(check_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required")
+            return AllowedCalls(
+                select_requested_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required"
+            )
     raise OvspecError(f"`tool_choice` is {tool_choice!r:.80}; it must be {TOOL_CHOICE_FORMS}.")
 
 
-def check_tool_names(requested_names: Sequence[JsonValue], tool_names: Mapping[str, None]) -> tuple[str, ...]:
+def select_requested_tool_names(
+    requested_names: Sequence[JsonValue], tool_names: Mapping[str, None]
+) -> tuple[str, ...]:
     """Return the ``requested_names`` names without repetitions; raises OvspecError for a name that no tool has."""
     for name in requested_names:
         if not isinstance(name, str) or name not in tool_names:

@@ -91,7 +91,7 @@ class AnswerConstraint(Constraint):
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         position = self._follow_tokens(tokens)
-        if thinking_end_ids := self._due_thinking_end(position):
+        if thinking_end_ids := self._due_thinking_end_ids(position):
             return pack_mask(thinking_end_ids[:1], self._vocabulary.size)
         if self._is_in_grammar(position):
             return position.grammar_constraints[0].token_mask(tokens)
@@ -115,7 +115,7 @@ class AnswerConstraint(Constraint):
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
         position = self._follow_tokens(tokens)
-        if thinking_end_ids := self._due_thinking_end(position):
+        if thinking_end_ids := self._due_thinking_end_ids(position):
             return thinking_end_ids
         if self._is_in_grammar(position):
             return position.grammar_constraints[0].forced_tokens(tokens)
@@ -230,7 +230,7 @@ class AnswerConstraint(Constraint):
 
     # ------------------------------------------------------------ thinking
 
-    def _due_thinking_end(self, position: AnswerPosition) -> list[int]:
+    def _due_thinking_end_ids(self, position: AnswerPosition) -> list[int]:
         """Return the ids that must follow because thinking has used up its budget."""
         thinking_budget = self._thinking_budget
         if thinking_budget is None or position.state.phase != "thinking" or position.thinking_count < thinking_budget:

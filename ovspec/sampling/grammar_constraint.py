@@ -53,7 +53,7 @@ class GrammarConstraint(Constraint):
     Args:
         matcher: a matcher in the state in which the generated text begins, after ``prompt_length`` tokens of prompt.
         end_ids: ids that end the text when the grammar is satisfied; the matcher's own end id is ``matcher_end_id``.
-        size: size of the vocabulary.
+        vocab_size: size of the vocabulary.
         unique_items: keeps items of arrays different, where they must be.
         cursor: the position in the JSON text, if ``unique_items`` is given.
     """
@@ -81,7 +81,7 @@ class GrammarConstraint(Constraint):
         answer_length = self._follow_tokens(tokens)
         position_cache = self._positions[answer_length]
         if position_cache.mask is None:
-            if forced_ids := self._forced_at(answer_length):
+            if forced_ids := self._forced_ids_at(answer_length):
                 position_cache.mask = pack_mask(forced_ids[:1], self._vocab_size)
             else:
                 position_cache.mask = self._compute_mask(self._matcher_at(answer_length), position_cache)
@@ -94,7 +94,7 @@ class GrammarConstraint(Constraint):
         if self._leads_to_repeat(answer_length, token):
             return False
         if self._positions[answer_length].mask is None:
-            if forced_ids := self._forced_at(answer_length):
+            if forced_ids := self._forced_ids_at(answer_length):
                 return token == forced_ids[0]
             matcher = self._matcher_at(answer_length)
             if token in self._end_ids:
@@ -105,12 +105,12 @@ class GrammarConstraint(Constraint):
         return mask_contains(self.token_mask(tokens), token)
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
-        return self._forced_at(self._follow_tokens(tokens))
+        return self._forced_ids_at(self._follow_tokens(tokens))
 
     def is_complete(self, tokens: np.ndarray) -> bool:
         return self._matcher_at(self._follow_tokens(tokens)).is_stopped()
 
-    def _forced_at(self, answer_length: int) -> list[int]:
+    def _forced_ids_at(self, answer_length: int) -> list[int]:
         """Return the ids that must follow at a position."""
         position_cache = self._positions[answer_length]
         if position_cache.forced_ids is None:
@@ -145,7 +145,7 @@ class GrammarConstraint(Constraint):
             return tokens
         cursor = self._positions[answer_length].cursor
         for kept_count, token in enumerate(tokens):
-            cursor = cursor and self._unique_items.advance(cursor, token)
+            cursor = cursor and self._unique_items.advance_cursor(cursor, token)
             if not cursor:
                 return tokens[:kept_count]
         return tokens
@@ -193,7 +193,7 @@ class GrammarConstraint(Constraint):
         for answer_length in range(shared_length, len(answer_ids)):
             cursor = self._positions[answer_length].cursor
             if cursor:
-                next_cursor = unique_items.advance(cursor, int(answer_ids[answer_length]))
+                next_cursor = unique_items.advance_cursor(cursor, int(answer_ids[answer_length]))
                 if not next_cursor:
                     raise OvspecError("The text repeats an item of an array whose items must differ.")
                 self._positions[answer_length + 1].cursor = next_cursor
@@ -284,13 +284,13 @@ class GrammarCompiler:
                 if matcher.try_consume_tokens(tokens) < len(tokens):
                     raise OvspecError(f"The {grammar_name} doesn't allow what was generated.")
                 if unique_items and cursor and isinstance(generated_part, bytes):
-                    cursor = unique_items.follow_bytes(cursor, generated_part)
+                    cursor = unique_items.advance_by_bytes(cursor, generated_part)
         if prompt_bytes:
             self._follow_prompt(matcher.deep_copy(), prompt_bytes)  # all of it must fit
             matcher = matcher.deep_copy()
             unhealed_bytes = prompt_bytes[: len(prompt_bytes) - len(healed_bytes)]
             self._follow_prompt(matcher, unhealed_bytes)
-            cursor = unique_items and unique_items.follow_bytes(JsonCursor(), unhealed_bytes)
+            cursor = unique_items and unique_items.advance_by_bytes(JsonCursor(), unhealed_bytes)
         elif healed_bytes:
             matcher, _ = self._compile_cached(prepend_to_grammar(grammar, healed_bytes), grammar_name)
             cursor = JsonCursor(skipped_bytes=len(healed_bytes))

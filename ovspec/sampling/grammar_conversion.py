@@ -86,7 +86,7 @@ def request_conversion(request_text: str) -> tuple[str, str]:
 def find_slowest_tool(request: JsonObject) -> str:
     """Return the tool whose schema takes too long, as messages name it; all of them if none does alone."""
     deadline = time.monotonic() + MAX_TOOLS_SECONDS
-    tool_requests = split_by_tool(request)
+    tool_requests = split_request_by_tool(request)
     if len(tool_requests) == 1:
         return next(iter(tool_requests))
     for label, tool_request in tool_requests.items():
@@ -99,7 +99,7 @@ def find_slowest_tool(request: JsonObject) -> str:
     return f"{request['label']}: the schemas together"
 
 
-def split_by_tool(request: JsonObject) -> dict[str, JsonObject]:
+def split_request_by_tool(request: JsonObject) -> dict[str, JsonObject]:
     """Return a request for each tool alone, by the name that messages give to its schema."""
     source, label = request["source"], request["label"]
     return {
@@ -155,7 +155,7 @@ def answer_conversion_request(request: JsonObject) -> dict[str, str]:
 
 def find_faulty_tool(request: JsonObject, problem: str) -> str:
     """Return a tool with what is wrong with its schema, if there is one; otherwise all tools with ``problem``."""
-    for label, tool_request in split_by_tool(request).items():
+    for label, tool_request in split_request_by_tool(request).items():
         if tool_problem := find_grammar_problem(write_tools_grammar(tool_request["source"], tool_request["label"])[0]):
             return label + tool_problem
     return f"{request['label']}: the schemas together{problem}"

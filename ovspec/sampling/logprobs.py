@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ovspec.base.json_types import JsonObject
-from ovspec.sampling.warp import largest_ids
+from ovspec.sampling.warp import ids_of_largest_logits
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def make_token_logprob(logits: np.ndarray, token_id: int, top_count: int) -> Tok
     logprobs = log_softmax(logits)
     top_logprobs: list[tuple[int, float]] = []
     if top_count:
-        top_ids = largest_ids(logits, min(top_count, len(logits)))
+        top_ids = ids_of_largest_logits(logits, min(top_count, len(logits)))
         top_ids = top_ids[np.argsort(-logits[top_ids], kind="stable")][:top_count]
         top_logprobs = [(int(token_id), float(logprobs[token_id])) for token_id in top_ids]
     return TokenLogprob(token_id, float(logprobs[token_id]), top_logprobs)

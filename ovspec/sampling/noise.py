@@ -13,7 +13,7 @@ CHOICE_NOISE, DRAFT_NOISE, ACCEPT_NOISE, RESIDUAL_NOISE = range(4)
 
 
 def make_noise(seed: int, sample: int, position: int, vocab_size: int, purpose: int = CHOICE_NOISE) -> np.ndarray:
-    """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller size gives a prefix of it."""
+    """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller ``vocab_size`` gives a prefix."""
     generator = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose)))
     return generator.random_raw((vocab_size + 1) // 2).view(np.uint32)[:vocab_size]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PromptTokenCounter = Callable[[np.ndarray], int]
 
 
-class LogitBias(Constraint):
+class LogitBiasProcessor(Constraint):
     """Adds a bias to the logits of some tokens."""
 
     def __init__(self, biases: Mapping[int, float]) -> None:
@@ -34,7 +34,7 @@ class LogitBias(Constraint):
         return logits
 
 
-class Penalties(Constraint):
+class PenaltyProcessor(Constraint):
     """Applies the repetition, presence and frequency penalties."""
 
     def __init__(self, params: SamplingParams, count_prompt_tokens: PromptTokenCounter) -> None:
@@ -62,7 +62,7 @@ class UserProcessor(Constraint):
 
     def __init__(self, function: LogitsProcessor) -> None:
         self._function_name = getattr(function, "__name__", type(function).__name__)
-        self._function = adapt_torch_processor(function) if takes_tensors(function) else function
+        self._function = adapt_torch_processor(function) if takes_torch_tensors(function) else function
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         # Copies, because a user's function may keep or change its arguments.
@@ -84,7 +84,7 @@ class UserProcessor(Constraint):
         return processed_logits
 
 
-def takes_tensors(function: LogitsProcessor) -> bool:
+def takes_torch_tensors(function: LogitsProcessor) -> bool:
     """Return whether ``function`` takes tensors, as the logits processors of transformers and lists of them do."""
     base_classes = inspect.getmro(type(function))
     return any(
@@ -104,7 +104,7 @@ def adapt_torch_processor(function: Callable[..., torch.Tensor]) -> LogitsProces
     return process_arrays
 
 
-class MinTokens(Constraint):
+class MinTokensProcessor(Constraint):
     """Excludes the ids that end the text until ``min_count`` tokens are generated."""
 
     def __init__(self, min_count: int, count_prompt_tokens: PromptTokenCounter, end_ids: frozenset[int]) -> None:
@@ -131,11 +131,11 @@ def make_processors(
         raise OvspecError("`logits_processors` must be a list of functions; put the function into a list.")
     processors: list[Constraint] = []
     if params.logit_bias:
-        processors.append(LogitBias(params.logit_bias))
+        processors.append(LogitBiasProcessor(params.logit_bias))
     if params.penalizes:
-        processors.append(Penalties(params, count_prompt_tokens))
+        processors.append(PenaltyProcessor(params, count_prompt_tokens))
     if params.min_tokens:
-        processors.append(MinTokens(params.min_tokens, count_prompt_tokens, end_ids))
+        processors.append(MinTokensProcessor(params.min_tokens, count_prompt_tokens, end_ids))
     for user_function in user_functions or []:
         if not callable(user_function):
             raise OvspecError(f"`logits_processors` has {user_function!r}, which isn't a function.")

@@ -30,7 +30,7 @@ JSON_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
 class BegunItem:
     """An item as far as it is written.
 
-    ``finished_text``: its finished tokens, written as ``normalize_token`` does; ``open_text``: the rest.
+    ``finished_text``: its finished tokens, written as ``normalize_json_token`` does; ``open_text``: the rest.
     ``is_number``: the rest is a number.
     """
 
@@ -46,7 +46,7 @@ class BegunItem:
         while match := JSON_TOKEN.match(text, offset):
             if match.end() == len(text) and match[0].strip('[]{}:," \t\r\n') and not match[0].endswith('"'):
                 break  # a number or a word, which may go on
-            finished_tokens.append(normalize_token(match[0]) if match[0].strip() else "")
+            finished_tokens.append(normalize_json_token(match[0]) if match[0].strip() else "")
             offset = match.end()
         open_text = text[offset:]
         if open_text.startswith('"'):
@@ -65,27 +65,27 @@ class BegunItem:
             return remaining_text.startswith(self.open_text)
         number_match = JSON_NUMBER.match(remaining_text)
         digits = re.sub(r"\.?([eE][+-]?)?$", "", self.open_text)
-        return number_match is not None and normalize_token("0" if digits == "-" else digits) == number_match[0]
+        return number_match is not None and normalize_json_token("0" if digits == "-" else digits) == number_match[0]
 
 
 def normalize_open_string(begun_string: str) -> str:
-    """Return a string that hasn't ended, as ``normalize_token`` writes it."""
+    """Return a string that hasn't ended, as ``normalize_json_token`` writes it."""
     begun_string = (
         re.sub(r"\\(u[0-9a-fA-F]{0,3})?$", "", begun_string) if not begun_string.endswith("\\\\") else begun_string
     )
-    return normalize_token(begun_string + '"')[:-1]
+    return normalize_json_token(begun_string + '"')[:-1]
 
 
-def normalize_token(token: str) -> str:
+def normalize_json_token(token: str) -> str:
     """Return a token of JSON in the one spelling of its value."""
     try:
-        return json.dumps(unify_numbers(json.loads(token, strict=False)), ensure_ascii=False)
+        return json.dumps(replace_whole_floats(json.loads(token, strict=False)), ensure_ascii=False)
     except ValueError:  # a bracket, a comma or a colon
         return token
 
 
 @dataclass
-class RepeatSearch:
+class ContinuationSearch:
     """A search for a way on from some tokens. ``dead_end_by_item``: whether a begun item leads nowhere."""
 
     steps_left: int = MAX_SEARCH_STEPS
@@ -96,8 +96,8 @@ class RepeatSearch:
 class OpenContainer:
     """An array or object that has begun.
 
-    ``earlier_items``: the items so far, if they must differ; ``earlier_texts``: as ``normalize_token`` writes their
-    tokens. ``item_start``: where the current item begins in the text. ``track_numbers``: the tracks of the whole;
+    ``earlier_items``: the items so far, if they must differ; ``earlier_texts``: as ``normalize_json_token`` writes
+    their tokens. ``item_start``: where the current item begins in the text. ``track_numbers``: the tracks of the whole;
     ``item_tracks``: those of the current item or property.
     """
 
@@ -150,11 +150,11 @@ class UniqueItems:
         ]
         self._zero_ids = [token_id for token_text, token_id in token_bytes if not token_text.strip(b"0.eE+-")]
 
-    def advance(self, cursor: JsonCursor, token: int) -> JsonCursor | None:
+    def advance_cursor(self, cursor: JsonCursor, token: int) -> JsonCursor | None:
         """Return ``cursor`` with ``token`` behind it; None if that completes an item that is there already."""
         added_bytes = self._vocabulary[token] if token < len(self._vocabulary) else None
         try:
-            return self.follow_bytes(cursor, added_bytes) if added_bytes else cursor
+            return self.advance_by_bytes(cursor, added_bytes) if added_bytes else cursor
         except ValueError:  # not JSON, which the grammar sees to
             return cursor
 
@@ -167,7 +167,7 @@ class UniqueItems:
             tokens: ids that the grammar allows; only those that ``find_suspect_ids`` returns can be forbidden.
             find_following_ids: returns (what is allowed after a token, itself for that place), as the grammar says.
         """
-        repeat_search = RepeatSearch()
+        repeat_search = ContinuationSearch()
         return [token for token in tokens if self._leads_nowhere(cursor, token, find_following_ids, repeat_search)]
 
     def find_suspect_ids(self, cursor: JsonCursor, allowed_ids: np.ndarray) -> list[int]:
@@ -190,9 +190,9 @@ class UniqueItems:
         return [token for token in allowed_ids.tolist() if token in suspect_ids]
 
     def _leads_nowhere(
-        self, cursor: JsonCursor, token: int, find_following_ids: FollowingIds, repeat_search: RepeatSearch
+        self, cursor: JsonCursor, token: int, find_following_ids: FollowingIds, repeat_search: ContinuationSearch
     ) -> bool:
-        next_cursor = self.advance(cursor, token)
+        next_cursor = self.advance_cursor(cursor, token)
         if next_cursor is None:
             return True
         repeated_item = self._find_repeated_item(next_cursor)
@@ -220,7 +220,7 @@ class UniqueItems:
                     return open_item
         return None
 
-    def follow_bytes(self, cursor: JsonCursor, added_bytes: bytes) -> JsonCursor | None:
+    def advance_by_bytes(self, cursor: JsonCursor, added_bytes: bytes) -> JsonCursor | None:
         """Return ``cursor`` with ``added_bytes`` behind it; None if that completes an item that is there already."""
         skipped_count = min(cursor.skipped_bytes, len(added_bytes))
         json_walk = JsonWalk(self._tracks, cursor, added_bytes[skipped_count:])
@@ -297,7 +297,7 @@ class JsonWalk:
             container = self.containers[-1]
             item_tracks = {
                 track["prefix"][container.item_index] if container.item_index < len(track["prefix"]) else track["items"]
-                for track in self._list_tracks(container)
+                for track in self._list_item_tracks(container)
                 if "items" in track
             }
             self.containers[-1] = replace(container, item_start=offset, item_tracks=tuple(sorted(item_tracks)))
@@ -315,7 +315,7 @@ class JsonWalk:
     def _begin_property(self, property_name: str) -> None:
         """Note which property's value follows."""
         item_tracks = set[int]()
-        for track in self._list_tracks(self.containers[-1]):
+        for track in self._list_item_tracks(self.containers[-1]):
             if "rest" in track:
                 matching_tracks = [
                     track_number
@@ -329,7 +329,7 @@ class JsonWalk:
                 )
         self.containers[-1] = replace(self.containers[-1], item_tracks=tuple(sorted(item_tracks)))
 
-    def _list_tracks(self, container: OpenContainer) -> Iterable[JsonObject]:
+    def _list_item_tracks(self, container: OpenContainer) -> Iterable[JsonObject]:
         return (track for track_number in container.track_numbers for track in self._tracks[track_number])
 
     def _end_value(self, value_end: int) -> bool:
@@ -342,14 +342,14 @@ class JsonWalk:
             item_text = self.text[container.item_start : value_end]
             # The same for equal values, as JSON Schema compares them.
             item_json = json.dumps(
-                unify_numbers(json.loads(item_text, strict=False)), sort_keys=True, ensure_ascii=False
+                replace_whole_floats(json.loads(item_text, strict=False)), sort_keys=True, ensure_ascii=False
             )
             if item_json in container.earlier_items:
                 return False
             tokens = JSON_TOKEN.findall(item_text.decode("utf-8", "replace"))
             earlier_texts = (
                 *container.earlier_texts,
-                "".join(normalize_token(token) for token in tokens if token.strip()),
+                "".join(normalize_json_token(token) for token in tokens if token.strip()),
             )
             changed_container = replace(
                 changed_container, earlier_items=container.earlier_items | {item_json}, earlier_texts=earlier_texts
@@ -358,10 +358,10 @@ class JsonWalk:
         return True
 
 
-def unify_numbers(value: JsonValue) -> JsonValue:
+def replace_whole_floats(value: JsonValue) -> JsonValue:
     """Return a value of JSON with integers instead of equal fractions."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [unify_numbers(item) for item in value]
-    return {name: unify_numbers(member) for name, member in value.items()} if isinstance(value, dict) else value
+        return [replace_whole_floats(item) for item in value]
+    return {name: replace_whole_floats(member) for name, member in value.items()} if isinstance(value, dict) else value

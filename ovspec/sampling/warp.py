@@ -55,7 +55,7 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
     if not params.truncating_options:
         return WarpedLogits(ids, logits)
     if 0 < params.top_k < len(logits):
-        ids, logits = select_positions(ids, logits, largest_ids(logits, params.top_k))
+        ids, logits = select_positions(ids, logits, ids_of_largest_logits(logits, params.top_k))
     if params.top_p < 1:
         weights = np.exp(logits)
         total_weight = float(weights.sum(dtype=np.float64))
@@ -64,7 +64,9 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
             # All tokens below this threshold together have no more than the share 1 - top_p.
             likely_positions = np.flatnonzero(weights >= (1 - params.top_p) * total_weight / len(weights))
         ids, logits = select_positions(ids, logits, likely_positions)
-        likeliest_positions = smallest_up_to_weight(-logits, weights[likely_positions], params.top_p * total_weight)
+        likeliest_positions = find_smallest_up_to_weight(
+            -logits, weights[likely_positions], params.top_p * total_weight
+        )
         ids, logits = select_positions(ids, logits, likeliest_positions)
     if params.min_p > 0:
         ids, logits = select_positions(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
@@ -77,7 +79,7 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
         information_nats = np.float32(math.log(total_weight)) - logits  # in nats
         entropy = float((weights * information_nats).sum(dtype=np.float64)) / total_weight
         surprise = np.abs(information_nats - np.float32(entropy))
-        typical_positions = smallest_up_to_weight(surprise, weights, params.typical_p * total_weight)
+        typical_positions = find_smallest_up_to_weight(surprise, weights, params.typical_p * total_weight)
         ids, logits = select_positions(ids, logits, typical_positions)
     return WarpedLogits(ids, logits)
 
@@ -89,7 +91,7 @@ def select_positions(
     return positions if ids is None else ids[positions], logits[positions]
 
 
-def smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
+def find_smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
     """Return indices of the smallest ``sort_keys`` (n,) whose ``weights`` (n,) sum to ``weight_limit``; ties stay.
 
     If there are many keys, only those in the bucket where the limit is reached are sorted.
@@ -112,7 +114,7 @@ def smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weight_lim
     return np.flatnonzero(sort_keys <= sort_keys[ordered_members[last_rank]])
 
 
-def largest_ids(logits: np.ndarray, count: int) -> np.ndarray:
+def ids_of_largest_logits(logits: np.ndarray, count: int) -> np.ndarray:
     """Return the ids of the ``count`` largest ``logits`` (vocab,), and of any that tie with the smallest of these."""
     blocked_length = len(logits) // MAXIMA_BLOCK_SIZE * MAXIMA_BLOCK_SIZE
     if blocked_length // MAXIMA_BLOCK_SIZE > 2 * count:

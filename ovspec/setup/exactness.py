@@ -225,7 +225,7 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
     ]
 
     def lower_rule_counts(feed_rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
-        """Return ``rule`` with the least count in these fields, the same for all, that keeps the bits."""
+        """Return ``feed_rule`` with the least count in these fields, the same for all, that keeps the bits."""
         count_so_far = min(getattr(feed_rule, count_name) for count_name in count_names)
         for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
             lesser_rule = replace(feed_rule, **dict.fromkeys(count_names, min_count))

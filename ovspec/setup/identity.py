@@ -26,7 +26,7 @@ NUMERIC_PROPERTIES = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC
 THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
 
-def hash_model(folder: Path) -> str:
+def hash_model_and_tokenizer(folder: Path) -> str:
     """Return a checksum that differs between models with different graphs, weights or tokenizers."""
     weights_file = require_model_path((folder / MODEL_FILE).with_suffix(".bin"))
     checksum = hashlib.sha256()
@@ -77,7 +77,7 @@ def hash_prompt_files(folder: Path) -> str:
 
 def hash_model_folder(folder: Path) -> str:
     """Return a checksum of the files in a folder that a text depends on."""
-    return hashlib.sha256(f"{hash_model(folder)} {hash_prompt_files(folder)}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{hash_model_and_tokenizer(folder)} {hash_prompt_files(folder)}".encode()).hexdigest()[:32]
 
 
 def read_arithmetic_properties(model: CompiledModel) -> dict[str, str]:
@@ -110,7 +110,7 @@ def make_fingerprint(model: CompiledModel) -> JsonObject:
     has_threads_property = THREADS_PROPERTY in compiled_model.get_property("SUPPORTED_PROPERTIES")
     return {
         "folder": str(model.ir.folder.resolve()),
-        "identity": hash_model(model.ir.folder),
+        "identity": hash_model_and_tokenizer(model.ir.folder),
         "device": model.ir.device,
         "engine": model.engine,
         "arithmetic": model.arithmetic,

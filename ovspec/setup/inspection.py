@@ -87,7 +87,7 @@ def inspect_model(model: CompiledModel, options: DeviceOptions, exported: Export
             ir = compile_ir(folder, replace(options, properties=options.properties | properties))
         probe = load_or_probe_rollback(ir, options.cache_folder)
         rollback = probe.rollback
-    weight_count, weight_shares = compute_weight_shares(folder)
+    weight_count, weight_shares = compute_weight_format_shares(folder)
     return {
         "folder": str(folder),
         "source": exported and exported.source,
@@ -113,7 +113,7 @@ def inspect_model(model: CompiledModel, options: DeviceOptions, exported: Export
     }
 
 
-def compute_weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
+def compute_weight_format_shares(folder: Path) -> tuple[int, dict[str, float]]:
     """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
     weight_counts: Counter[str] = Counter()
     for (element_type, shape_text), shape_count in count_weight_shapes(folder).items():

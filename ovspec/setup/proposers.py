@@ -69,7 +69,7 @@ def load_compiled_draft(
 ) -> CompiledModel:
     """Load the draft model in ``folder``; its proposals are verified, so they needn't be exact.
 
-    Raises OvspecError like ``load_ir``, or if it was made for another target.
+    Raises OvspecError like ``compile_ir``, or if it was made for another target.
     """
     model = load_model_with_profile(profile, folder, options, engine)
     check_target_ids(model.ir.target_ids, folder, target)

@@ -205,7 +205,7 @@ class Acceptor:
     def accepts(self, text: bytes) -> bool:
         matcher = self._matcher.deep_copy()
         accepted = matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
-        return accepted and (self._unique is None or self._unique.follow_bytes(JsonCursor(), text) is not None)
+        return accepted and (self._unique is None or self._unique.advance_by_bytes(JsonCursor(), text) is not None)
 
     def walk(self, numbers: random.Random, until: float) -> bytes | None:
         """Return a random text; None if it didn't end, or would repeat an item."""

@@ -26,7 +26,7 @@ from ovspec.ir import compile as compile_module
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.memory import check_memory_for_tokens, kv_bytes_per_token
-from ovspec.setup.inspection import compute_weight_shares, inspect_models
+from ovspec.setup.inspection import compute_weight_format_shares, inspect_models
 from ovspec.setup.manifest import read_manifest
 
 DEMO = ROOT / "models" / "demo"
@@ -199,7 +199,7 @@ def test_inspect_tells_what_is_there(pair: Path, cache_dir: Path) -> None:
     assert per_slot == 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
     assert target["kv_bytes_per_1000_tokens"] == 1000 * 4 * per_slot
     assert draft["parameters"] < target["parameters"]
-    assert compute_weight_shares(DEMO)[1] == {"int8": 1.0}
+    assert compute_weight_format_shares(DEMO)[1] == {"int8": 1.0}
 
 
 def test_the_memory_estimate_is_what_the_cache_takes(pair: Path, cache_dir: Path) -> None:

@@ -80,7 +80,9 @@ class Acceptor:
         text, each = json.dumps(value), self._matcher.deep_copy()
         tokens = demo_tokenizer().tokenize_str(text)
         accepted = each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()
-        return accepted and (self._unique is None or self._unique.follow_bytes(JsonCursor(), text.encode()) is not None)
+        return accepted and (
+            self._unique is None or self._unique.advance_by_bytes(JsonCursor(), text.encode()) is not None
+        )
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:50])

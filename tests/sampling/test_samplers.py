@@ -31,7 +31,7 @@ from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import ACCEPT_NOISE, draw_token, make_noise
 from ovspec.sampling.processors import make_processors
 from ovspec.sampling.samplers import DraftIds, Sampler, make_sampler
-from ovspec.sampling.warp import WarpedLogits, largest_ids, smallest_up_to_weight, softmax, warp_logits
+from ovspec.sampling.warp import WarpedLogits, find_smallest_up_to_weight, ids_of_largest_logits, softmax, warp_logits
 
 VOCAB = 300
 
@@ -124,7 +124,7 @@ def test_the_largest(seed: int, count: int, width: int) -> None:
     logits = np.random.default_rng(seed).integers(-1000, 1000, width).astype(np.float32)
     count = min(count, width)
     expected = np.flatnonzero(logits >= np.sort(logits)[-count])
-    assert np.array_equal(np.sort(largest_ids(logits, count)), expected)
+    assert np.array_equal(np.sort(ids_of_largest_logits(logits, count)), expected)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([10, 3000, 20000]), st.floats(0.0, 1.0))
@@ -137,7 +137,7 @@ def test_leading_needs_no_full_sort(seed: int, width: int, share: float) -> None
     order = np.argsort(keys)
     sums = np.cumsum(weights[order], dtype=np.float64)
     count = min(int(np.searchsorted(sums, limit)) + 1, width)
-    assert abs(len(smallest_up_to_weight(keys, weights, limit)) - count) <= 1
+    assert abs(len(find_smallest_up_to_weight(keys, weights, limit)) - count) <= 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import psutil
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import format_size
 from ovspec.ir.compile import MODEL_FILE, check_weights_file
-from ovspec.setup.identity import hash_model
+from ovspec.setup.identity import hash_model_and_tokenizer
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import describe_failure, estimate_disk_space
@@ -137,7 +137,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
         target, options.draft, options.trim_vocabulary, options.draft_vocabulary
     )
     settings = DistillSettings(
-        model=hash_model(target.path) if target.is_ir else target.revision,
+        model=hash_model_and_tokenizer(target.path) if target.is_ir else target.revision,
         text=[str(path.expanduser().resolve()) for path in options.text],
         topics=str(options.topics.expanduser().resolve()) if options.topics else None,
         draft=f"{draft.name} {draft.revision}" if draft else None,

@@ -106,12 +106,12 @@ class ExpressionAnalysis:
                 nullable = not min_count or child_facts[0].nullable
             case _:
                 nullable = all(child.nullable for child in child_facts)
-        nonempty_expression = self.make_nonempty(node, child_facts) if nullable else node
+        nonempty_expression = self.make_nonempty_expression(node, child_facts) if nullable else node
         self.facts[node] = ExpressionFacts(min(size, MAX_LEXEME_SIZE + 1), depth, nullable, nonempty_expression)
         if nonempty_expression and nonempty_expression not in self.facts:
             self.add_facts(nonempty_expression)
 
-    def make_nonempty(self, node: Expression, child_facts: list[ExpressionFacts]) -> Expression | None:
+    def make_nonempty_expression(self, node: Expression, child_facts: list[ExpressionFacts]) -> Expression | None:
         """Return the expression of the texts of ``node`` that aren't empty; None if it would be too long."""
         nonempty_children = [
             child.nonempty_expression for child in child_facts if child.nonempty_expression is not self.empty_text
@@ -168,15 +168,15 @@ class LexemePlan:
 
     def __post_init__(self) -> None:
         root = self.grammar.make_expression(RuleReference, "root")
-        self.start_symbol = self.name_symbol(root)
+        self.start_symbol = self.assign_symbol(root)
         undefined_expressions = [root]
         while undefined_expressions:  # not recursive: a chain of rules may be longer than Python's stack allows
             node = undefined_expressions.pop()
-            symbol = self.name_symbol(node)
+            symbol = self.assign_symbol(node)
             if symbol not in self.right_sides and symbol not in self.lexemes:
                 undefined_expressions += self.define_rule(symbol, node)
 
-    def name_symbol(self, node: Expression) -> str:
+    def assign_symbol(self, node: Expression) -> str:
         """Return the symbol of an expression; the first time, decide whether it is a lexeme."""
         if node not in self.symbols:
             number = len(self.symbols)
@@ -214,7 +214,7 @@ class LexemePlan:
             case Repetition(_, _, 0):
                 return self.write_alternatives(symbol, [[]])
             case Repetition(part, min_count, max_count):
-                repeated_symbol = self.name_symbol(part)
+                repeated_symbol = self.assign_symbol(part)
                 self.alternatives_by_rule[symbol] = [[repeated_symbol]]
                 if not min_count:
                     self.alternatives_by_rule[symbol].append([])
@@ -232,7 +232,7 @@ class LexemePlan:
     def write_alternatives(self, symbol: str, alternatives: Sequence[Sequence[Expression]]) -> list[Expression]:
         if self.budget:
             self.budget.spend(2 * sum(len(alternative) + 1 for alternative in alternatives))
-        named_alternatives = [list(map(self.name_symbol, alternative)) for alternative in alternatives]
+        named_alternatives = [list(map(self.assign_symbol, alternative)) for alternative in alternatives]
         self.alternatives_by_rule[symbol] = named_alternatives
         self.right_sides[symbol] = " | ".join(" ".join(symbols) or '""' for symbols in named_alternatives)
         return [node for alternative in alternatives for node in alternative]

@@ -9,7 +9,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema.expressions import (  # isort: skip
     escape_expression, escape_slashes, make_whole_text_expression, use_ascii_classes,
 )  # fmt: skip
-from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, Unenforceable, close_object
+from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, UnenforceableValues, close_object
 from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_quantifier, write_in_order
 
 # llguidance 1.9 fails where a token follows an expression whose negation alone leaves a way on.
@@ -49,7 +49,7 @@ def write_parameters_as_lark(
     object_rules: list[str] = []
     text_names = set[str]()
     for objects in rules.graph.find_shape(rules.graph.root_node).by_type.get("object", ()):
-        if isinstance(objects, Unenforceable):
+        if isinstance(objects, UnenforceableValues):
             raise make_refusal(objects.pointer, objects.reason)
         assert isinstance(objects, Objects)
         if close_objects:
@@ -65,11 +65,11 @@ def write_parameters_as_lark(
 
 def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpressions, text_names: set[str]) -> str:
     """Write the rule of an object's properties; add the names of those that are texts to ``text_names``."""
-    if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.unlisted_node)):
+    if not objects.properties and (objects.patterns or not rules.graph.fits_no_value(objects.unlisted_node)):
         rules.refuse_part("#", "properties that aren't listed can't be written in this tool format")
     property_rules: list[tuple[str, bool]] = []
     for property_name, node in objects.properties:
-        if rules.graph.is_empty(node):
+        if rules.graph.fits_no_value(node):
             continue
         if layout.name_end and (property_name + layout.name_end).find(layout.name_end) < len(property_name):
             raise OvspecError(f"#: in this tool format no parameter can be called {property_name!r:.80}; rename it.")
@@ -80,7 +80,7 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpre
             raise OvspecError(f"#: in this tool format {property_name} can't be both a string and another value.")
         else:
             value_ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
-            value_expression = f"{rules.node_rule(node)} {value_ending}"
+            value_expression = f"{rules.node_rule_name(node)} {value_ending}"
         property_start = f"{layout.before_name} {quote_literal(property_name)} {layout.after_name}"
         property_rules.append(
             (

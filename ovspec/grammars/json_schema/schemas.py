@@ -28,7 +28,7 @@ from ovspec.grammars.json_schema.numbers import has_no_number
 
 from ovspec.grammars.json_schema.shapes import (  # isort: skip
     ANY_SHAPE, JSON_TYPES, NO_VALUE, Alternative, Arrays, Booleans, Bound, Numbers, Objects, SchemaNode, Strings,
-    Unenforceable, ValueShape, decimals_of, intersect_alternatives,  intersect_shapes, join_nodes,
+    UnenforceableValues, ValueShape, decimals_of, intersect_alternatives,  intersect_shapes, join_nodes,
     search_pattern, shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ class SchemaGraph:
 
     Args:
         root: the whole schema; it has been checked.
-        lenient: leave out what can't be enforced, instead of marking it as ``Unenforceable``.
+        lenient: leave out what can't be enforced, instead of marking it as ``UnenforceableValues``.
         has_no_text: returns whether no string fits an alternative.
     """
 
@@ -140,22 +140,22 @@ class SchemaGraph:
                 self._nodes_in_evaluation.remove(node)
         return self._shapes[node]
 
-    def is_empty(self, node: SchemaNode) -> bool:
+    def fits_no_value(self, node: SchemaNode) -> bool:
         """Return whether no value fits ``node``, as far as that is easy to see."""
         try:
             return node == NO_VALUE or not self.find_shape(node)
         except CircularSchema:  # only through values within values
             return False
 
-    def find_unenforceable(self, node: SchemaNode) -> Unenforceable | None:
+    def find_unenforceable(self, node: SchemaNode) -> UnenforceableValues | None:
         """Return why no value of ``node`` can be generated, if all alternatives are dispensable."""
         try:
             shape = self.find_shape(node)
         except CircularSchema:
             return None
-        first_unenforceable: Unenforceable | None = None
+        first_unenforceable: UnenforceableValues | None = None
         for alternative in itertools.chain.from_iterable(shape.by_type.values()):
-            if not (isinstance(alternative, Unenforceable) and alternative.dispensable):
+            if not (isinstance(alternative, UnenforceableValues) and alternative.dispensable):
                 return None
             first_unenforceable = first_unenforceable or alternative
         return first_unenforceable
@@ -164,7 +164,7 @@ class SchemaGraph:
         """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""
         if self.lenient:
             return ANY_SHAPE
-        unenforceable = Unenforceable(pointer, reason, "negated" in reason)
+        unenforceable = UnenforceableValues(pointer, reason, "negated" in reason)
         refused_alternatives = dict.fromkeys(json_types or JSON_TYPES, (unenforceable,))
         return ValueShape({**ANY_SHAPE.by_type, **refused_alternatives})
 
@@ -294,7 +294,7 @@ class SchemaGraph:
         return alternative
 
     def _prune_array(self, arrays: Arrays) -> Arrays | None:
-        empty_positions = (i for i, node in enumerate((*arrays.prefix, arrays.items)) if self.is_empty(node))
+        empty_positions = (i for i, node in enumerate((*arrays.prefix, arrays.items)) if self.fits_no_value(node))
         max_size = min(arrays.max_size, next(empty_positions, inf))
         if arrays.min_size > max_size:
             return None
@@ -308,7 +308,7 @@ class SchemaGraph:
             if property_name not in listed_nodes
         }
         if any(
-            self.is_empty(node)
+            self.fits_no_value(node)
             for property_name, node in {**listed_nodes, **unlisted_required}.items()
             if property_name in objects.required
         ):
@@ -323,15 +323,17 @@ class SchemaGraph:
         if objects.min_size <= len(objects.required):
             return objects
         # All properties that aren't listed count as one, because they may have the same name.
-        possible_count = sum(is_possible_name(name) and not self.is_empty(node) for name, node in objects.properties)
+        possible_count = sum(
+            is_possible_name(name) and not self.fits_no_value(node) for name, node in objects.properties
+        )
         unlisted_nodes = (objects.unlisted_node, *(node for _, node in objects.patterns))
-        may_have_unlisted = not all(map(self.is_empty, unlisted_nodes))
+        may_have_unlisted = not all(map(self.fits_no_value, unlisted_nodes))
         if objects.min_size <= possible_count + may_have_unlisted:
             return objects
         if self.lenient:
             return replace(objects, min_size=possible_count + may_have_unlisted)
         reason = f"minProperties {objects.min_size} can't be enforced for names that aren't listed"
-        return Unenforceable("#", reason) if may_have_unlisted else None
+        return UnenforceableValues("#", reason) if may_have_unlisted else None
 
     def _make_name_test(self, names: SchemaNode) -> Callable[[str], bool]:
         """Return a function that tells whether a name may match ``names``."""
@@ -359,13 +361,13 @@ class SchemaGraph:
         """Return the shape of values that don't match ``node``, an option of a oneOf."""
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
-            enforceable = tuple(option for option in alternatives if not isinstance(option, Unenforceable))
+            enforceable = tuple(option for option in alternatives if not isinstance(option, UnenforceableValues))
             reason = "its options may overlap, which can't be enforced"
-            by_type[json_type] = enforceable or (Unenforceable(pointer, reason),)
+            by_type[json_type] = enforceable or (UnenforceableValues(pointer, reason),)
         return ValueShape(by_type)
 
     def _are_disjoint(self, first_alternative: Alternative, second_alternative: Alternative) -> bool:
-        if isinstance(first_alternative, Unenforceable) or isinstance(second_alternative, Unenforceable):
+        if isinstance(first_alternative, UnenforceableValues) or isinstance(second_alternative, UnenforceableValues):
             return False
         return self._prune_alternative(intersect_alternatives(first_alternative, second_alternative)) is None
 
@@ -504,7 +506,7 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
     if "integer" in type_names and "number" not in type_names:
         reason = "numbers that aren't integers can't be told apart"
         (number_alternative,) = graph.unenforceable_shape(pointer, reason, "number").by_type["number"]
-        if isinstance(number_alternative, Unenforceable):
+        if isinstance(number_alternative, UnenforceableValues):
             number_alternative = replace(number_alternative, non_integers=True)
         by_type["number"] = (number_alternative,)
     return ValueShape(by_type)

@@ -18,7 +18,7 @@ NO_VALUE: SchemaNode = frozenset({(0, True)})
 
 
 @dataclass(frozen=True)
-class Unenforceable:
+class UnenforceableValues:
     """Values that can't be told apart from forbidden ones while a text is generated.
 
     ``dispensable``: leaving them out forbids only values that break a schema which needn't match. ``non_integers``:
@@ -151,7 +151,7 @@ class Objects:
         return join_nodes(*matching_nodes)
 
 
-Alternative = Unenforceable | Nulls | Booleans | Numbers | Strings | Arrays | Objects
+Alternative = UnenforceableValues | Nulls | Booleans | Numbers | Strings | Arrays | Objects
 # JSON type -> the alternative with all of its values.
 JSON_TYPES: dict[str, Callable[[], Alternative]] = {
     "null": Nulls, "boolean": Booleans, "number": Numbers, "string": Strings, "array": Arrays, "object": Objects,
@@ -206,13 +206,13 @@ def intersect_alternatives(first: Alternative, second: Alternative) -> Alternati
     if first == second:
         return first
     match first, second:
-        case (Unenforceable(non_integers=True), Numbers(integer=True)):
+        case (UnenforceableValues(non_integers=True), Numbers(integer=True)):
             return None
-        case (Numbers(integer=True), Unenforceable(non_integers=True)):
+        case (Numbers(integer=True), UnenforceableValues(non_integers=True)):
             return None
-        case Unenforceable(), _:
+        case UnenforceableValues(), _:
             return first
-        case _, Unenforceable():
+        case _, UnenforceableValues():
             return second
         case Booleans(), Booleans():
             values = first.values & second.values

@@ -19,8 +19,8 @@ from ovspec.grammars.json_schema.formats import STRICTER_PATTERNS
 from ovspec.grammars.json_schema.schemas import SchemaGraph
 
 from ovspec.grammars.json_schema.shapes import (  # isort: skip
-    NO_VALUE, Alternative, Arrays, Booleans, Nulls, Numbers, Objects, SchemaNode, Strings, Unenforceable, close_object,
-    join_nodes,
+    NO_VALUE, Alternative, Arrays, Booleans, Nulls, Numbers, Objects, SchemaNode, Strings, UnenforceableValues,
+    close_object, join_nodes,
 )  # fmt: skip
 
 MAX_RULE_STATES = 20_000  # of one object or array
@@ -74,7 +74,7 @@ class RuleWriter:
     def write_alternation_rule(self, alternatives: list[str]) -> str | None:
         return self.write_rule(" | ".join(alternatives)) if alternatives else None
 
-    def node_rule(self, node: SchemaNode) -> str:
+    def node_rule_name(self, node: SchemaNode) -> str:
         """Return the name of a node's rule, which is written later."""
         if node not in self._node_rules:
             self._node_rules[node] = f"v{len(self._node_rules)}"
@@ -160,12 +160,12 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
         OvspecError: no text matches, or something can't be enforced.
     """
     root_node = rules.graph.root_node
-    if rules.graph.is_empty(root_node):
+    if rules.graph.fits_no_value(root_node):
         raise OvspecError("#: no JSON text satisfies this schema.")
     header_lines: list[str] = []
     if rules.style.white_space:
         header_lines = ['%llguidance {"ignore_once": true}', f"%ignore /{escape_slashes(rules.style.white_space)}/"]
-    start_rule = rules.node_rule(root_node)
+    start_rule = rules.node_rule_name(root_node)
     rules.write_node_rules(close_objects)
     return "\n".join([*header_lines, f"start: {start_rule}", *rules.lines])
 
@@ -174,9 +174,9 @@ def write_node_alternatives(rules: RuleWriter, node: SchemaNode, close_objects: 
     """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
     expressions: dict[str, None] = {}
     for alternatives in rules.graph.find_shape(node).by_type.values():
-        enforceable = [alternative for alternative in alternatives if not isinstance(alternative, Unenforceable)]
+        enforceable = [alternative for alternative in alternatives if not isinstance(alternative, UnenforceableValues)]
         for alternative in alternatives:
-            if isinstance(alternative, Unenforceable) and not (enforceable and alternative.dispensable):
+            if isinstance(alternative, UnenforceableValues) and not (enforceable and alternative.dispensable):
                 raise make_refusal(alternative.pointer, alternative.reason)
         expressions.update((write_alternative(rules, alternative, close_objects), None) for alternative in enforceable)
     return " | ".join(expressions)
@@ -212,7 +212,7 @@ def list_literals(alternative: Nulls | Booleans) -> list[str]:
 def write_object(rules: RuleWriter, objects: Objects) -> str:
     name_alternatives = rules.graph.find_shape(objects.name_node).by_type.get("string", ())
     for alternative in name_alternatives:
-        if isinstance(alternative, Unenforceable):
+        if isinstance(alternative, UnenforceableValues):
             rules.refuse_part(alternative.pointer, alternative.reason)
     name_strings = [strings for strings in name_alternatives if isinstance(strings, Strings)]
     objects = add_names_as_properties(objects, name_strings)
@@ -221,8 +221,8 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
     property_expressions: list[tuple[str, bool]] = []
     for property_name, node in objects.properties:
         is_allowed = any(strings.accepts_text(property_name) for strings in name_strings)
-        if is_allowed and not rules.graph.is_empty(node):
-            property_expression = f"{quote_json_string(property_name)} {colon} {rules.node_rule(node)}"
+        if is_allowed and not rules.graph.fits_no_value(node):
+            property_expression = f"{quote_json_string(property_name)} {colon} {rules.node_rule_name(node)}"
             property_expressions.append((property_expression, property_name in objects.required))
     if (
         objects.any_order
@@ -262,7 +262,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
             if other != pattern and not rules.are_disjoint_patterns(other, pattern)
         )
         value_node = join_nodes(node, *overlapping_nodes)
-        if rules.graph.is_empty(value_node):
+        if rules.graph.fits_no_value(value_node):
             continue
         required_patterns, forbidden_patterns = split_lookaheads(pattern)
         for strings in name_strings:
@@ -271,10 +271,10 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
             excluded = strings.excluded | listed_names
             key_strings = replace(strings, patterns=patterns, absent_patterns=absent_patterns, excluded=excluded)
             if not rules.graph.has_no_text(key_strings):
-                value_rule = rules.node_rule(value_node)
+                value_rule = rules.node_rule_name(value_node)
                 property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
-    if not rules.graph.is_empty(objects.unlisted_node):
-        value_rule = rules.node_rule(objects.unlisted_node)
+    if not rules.graph.fits_no_value(objects.unlisted_node):
+        value_rule = rules.node_rule_name(objects.unlisted_node)
         property_patterns = frozenset(pattern for pattern, _ in objects.patterns)
         for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
@@ -296,23 +296,23 @@ def write_array(rules: RuleWriter, arrays: Arrays) -> str:
             return write_unique_array(rules, arrays, value_expressions)
         rules.allows_repeats = True
     comma = rules.write_separator(rules.style.item_separator)
-    array_body = write_array_rest(rules, arrays, comma)
+    array_body = write_items_after_prefix(rules, arrays, comma)
     for i, node in reversed([*enumerate(arrays.prefix)]):
         if i < arrays.max_size:
             array_body = make_optional(
-                f"{comma} " * (i > 0) + f"{rules.node_rule(node)} {array_body}", i >= arrays.min_size
+                f"{comma} " * (i > 0) + f"{rules.node_rule_name(node)} {array_body}", i >= arrays.min_size
             )
     return f'"[" {array_body} "]"'
 
 
-def write_array_rest(rules: RuleWriter, arrays: Arrays, comma: str) -> str:
+def write_items_after_prefix(rules: RuleWriter, arrays: Arrays, comma: str) -> str:
     """Return the expression of the items after the prefix."""
     prefix_length = len(arrays.prefix)
     min_count = max(arrays.min_size - prefix_length, 0)
     max_count = arrays.max_size - prefix_length
-    if max_count <= 0 or rules.graph.is_empty(arrays.items):
+    if max_count <= 0 or rules.graph.fits_no_value(arrays.items):
         return ""
-    item_rule = rules.node_rule(arrays.items)
+    item_rule = rules.node_rule_name(arrays.items)
     if prefix_length:
         return repeat_expression(f"{comma} {item_rule}", min_count, max_count)
     return make_optional(write_separated_items(item_rule, comma, min_count - 1, max_count), not min_count)
@@ -320,7 +320,7 @@ def write_array_rest(rules: RuleWriter, arrays: Arrays, comma: str) -> str:
 
 def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
     """Return the expressions of all items that may be in an array; None if they aren't few."""
-    if arrays.prefix or rules.graph.is_empty(arrays.items):
+    if arrays.prefix or rules.graph.fits_no_value(arrays.items):
         return None
     value_expressions: list[str] = []
     for alternatives in rules.graph.find_shape(arrays.items).by_type.values():
