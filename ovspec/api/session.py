@@ -44,10 +44,10 @@ class Session:
         runtime: Runtime,
         decoders: DecoderSet,
         context_length: int | None = None,
-        variables: TemplateVariables | None = None,
+        template_variables: TemplateVariables | None = None,
     ) -> None:
         self.sequence = Sequence()
-        self.chat_template_kwargs = variables
+        self.chat_template_kwargs = template_variables
         self.runtime = runtime
         self._context_length = context_length
         self._decoders: DecoderSet | None = decoders

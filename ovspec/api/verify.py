@@ -28,7 +28,7 @@ CHUNK_POSITIONS = 128  # whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstWrongToken:
     """The first token that isn't the model's choice.
 
     index: among the generated tokens.
@@ -51,7 +51,7 @@ class Verification:
 
     tokens: int
     exact: int
-    difference: Difference | None = None
+    difference: FirstWrongToken | None = None
     problem: str | None = None
 
     @property
@@ -101,7 +101,7 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
     return Verification(token_count, token_count, None, find_mistake_besides_tokens(row, result))
 
 
-def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Difference | None:
+def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> FirstWrongToken | None:
     """Feed ``row``'s text and ``tokens`` (n,); return the first of these that the model wouldn't choose.
 
     ``row`` takes the tokens before it, as if they had just been generated.
@@ -122,14 +122,14 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
             row.add_outcome(RowOutcome(chosen_ids[:right_count], logits=logits[:right_count]))
         text_length = len(row.sequence)
         if row.finish_reason and text_length < len(all_tokens):
-            return Difference(text_length - prompt_length, int(all_tokens[text_length]), None, [])
+            return FirstWrongToken(text_length - prompt_length, int(all_tokens[text_length]), None, [])
         if text_length < chunk_start + len(chunk):
             chunk_position = text_length - chunk_start
             constrained_logits = row.sampler.constraints(logits[chunk_position], all_tokens[:text_length])
             best_tokens = np.argsort(-constrained_logits, kind="stable")[:2]
             top_tokens = [(int(token), float(constrained_logits[token])) for token in best_tokens]
             chosen_id = int(chosen_ids[chunk_position]) if chunk_position < len(chosen_ids) else None
-            return Difference(text_length - prompt_length, int(all_tokens[text_length]), chosen_id, top_tokens)
+            return FirstWrongToken(text_length - prompt_length, int(all_tokens[text_length]), chosen_id, top_tokens)
     return None
 
 

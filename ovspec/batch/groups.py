@@ -27,7 +27,7 @@ class RequestGroup:
     keys: of each line of the group.
     requests: of the lines that are to be generated.
     lines: output lines.
-    deaths: the number of workers that died with this group.
+    worker_deaths: the number of workers that died with this group.
     """
 
     file: int
@@ -35,7 +35,7 @@ class RequestGroup:
     keys: dict[int, str]
     requests: dict[int, BatchRequest]
     lines: dict[int, JsonObject] = field(default_factory=dict)
-    deaths: int = 0
+    worker_deaths: int = 0
 
     def set_output_lines(self, lines: Iterable[JsonObject]) -> None:
         """Replace the requests by their output lines."""
@@ -47,7 +47,9 @@ class RequestGroup:
         group_keys = {index: key for index, key in self.keys.items() if index not in self.requests}
         for index, request in self.requests.items():
             group_keys[index] = self.keys[index]
-            yield RequestGroup(self.file, self.file_lines, group_keys, {index: request}, deaths=self.deaths)
+            yield RequestGroup(
+                self.file, self.file_lines, group_keys, {index: request}, worker_deaths=self.worker_deaths
+            )
             group_keys = {}
 
 

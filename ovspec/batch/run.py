@@ -232,10 +232,10 @@ def count_generated_tokens(line: JsonObject) -> int:
 def make_result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], results: list[Result]) -> JsonObject:
     """Return the output line for a request from its results, in the order of the prompts."""
     text_request = request.text_request
-    n = len(results) // len(text_request.prompts)
+    texts_per_prompt = len(results) // len(text_request.prompts)
     ignored: JsonObject = {"ignored": [*text_request.ignored]} if text_request.ignored else {}
     if text_request.kind == "batch_line":
-        prompts = [prompt for prompt in text_request.prompts for _ in range(n)]
+        prompts = [prompt for prompt in text_request.prompts for _ in range(texts_per_prompt)]
         texts = [
             make_text_entry(lm, result, prompt, text_request.echo)
             for result, prompt in zip(results, prompts, strict=True)
@@ -244,7 +244,7 @@ def make_result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], 
         return {"id": request.id, **text_fields, **ignored}
     echoes = [NO_ECHO] * len(text_request.prompts)
     if text_request.echo:
-        prompt_results = zip(text_request.prompts, results[::n], strict=True)
+        prompt_results = zip(text_request.prompts, results[::texts_per_prompt], strict=True)
         echoes = [make_prompt_echo(lm, prompt, result) for prompt, result in prompt_results]
     id_prefix = "chatcmpl-" if text_request.kind == "chat" else "cmpl-"
     reply_identity = new_reply_identity(id_prefix, text_request.model or "", request.id)

@@ -19,11 +19,11 @@ from ovspec.cli.options import (
     add_generate_options,
     check_grammar_option,
     context_option,
+    make_stats_option,
     refuse_zero_max_tokens,
     replace_option_names_by_flags,
     session_option,
     split_load_and_generate_options,
-    stats_option,
 )
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
@@ -42,7 +42,7 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 @click.command(cls=StatsCommand)
 @click.argument("folder", required=False, type=PATH_TYPE, metavar="[DIR]")
 @click.option("--system", metavar="TEXT", help="System message.")
-@stats_option(
+@make_stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
 )
 @session_option
@@ -127,7 +127,7 @@ class Conversation:
     params: Params
     stats_level: str | None
     context_length: int | None  # tokens that it may grow to
-    variables: TemplateVariables | None  # of the chat template, from the command line, not from a saved chat
+    template_variables: TemplateVariables | None  # of the chat template, from the command line, not from a saved chat
     system: str | None = None  # sent with the user's first message, because templates may refuse it alone
     undo_marks: list[Mark] = field(default_factory=list)  # the text before each of the messages that can be taken back
     last_result: Result | None = None
@@ -289,7 +289,9 @@ def load_chat_file(conversation: Conversation, path: Path) -> None:
     """Continue the chat in a session file."""
     with restore_session_on_error(conversation.session):
         conversation.session.load(path)
-        conversation.session.chat_template_kwargs = conversation.variables or conversation.session.chat_template_kwargs
+        conversation.session.chat_template_kwargs = (
+            conversation.template_variables or conversation.session.chat_template_kwargs
+        )
         messages = conversation.session.messages
         if len(conversation.session) and not messages:
             raise OvspecError(f"{path}: not a chat; continue this text with 'ovspec generate --session'.")

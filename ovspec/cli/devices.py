@@ -15,8 +15,8 @@ def devices() -> None:
     devices = list_available_devices()
     for name, description in devices:
         columns = [name, description]
-        if facts := read_gpu_facts(name):
-            columns.append(format_gpu_facts(facts))
+        if device_facts := read_gpu_facts(name):
+            columns.append(format_gpu_facts(device_facts))
         click.echo("\t".join(columns))
     if not any(name.startswith("GPU") for name, _ in devices):
         click.echo(

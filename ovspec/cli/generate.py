@@ -20,11 +20,11 @@ from ovspec.cli.options import (
     check_chat_options,
     check_grammar_option,
     context_option,
+    make_stats_option,
     raise_usage_error_if,
     refuse_zero_max_tokens,
     session_option,
     split_load_and_generate_options,
-    stats_option,
     system_option,
 )
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @chat_option
 @system_option
 @click.option("--prefill", metavar="TEXT", help="How the answer begins, which isn't printed; needs --chat.")
-@stats_option("Print statistics on stderr: tokens, speed and acceptance, or everything with --stats full.")
+@make_stats_option("Print statistics on stderr: tokens, speed and acceptance, or everything with --stats full.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
     "--compare",
@@ -98,10 +98,10 @@ def generate(
     if draft_is_prompt or (compare and draft is None):
         draft = options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
     folder, prompt_argument = split_folder_and_prompt(arguments, has_prompt_option)
-    continues = session is not None and session.exists()
+    continues_session = session is not None and session.exists()
     check_chat_options(chat, system, options["heal"])
     raise_usage_error_if(
-        system is not None and continues, "--system works only when a chat begins; name another --session."
+        system is not None and continues_session, "--system works only when a chat begins; name another --session."
     )
     raise_usage_error_if(prefill is not None and not chat, "--prefill needs --chat.")
     raise_usage_error_if(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
@@ -124,7 +124,7 @@ def generate(
 
     resolve_model_folder(folder)  # a folder without a model is refused before a prompt is read
     check_grammar_option(params)
-    prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues)
+    prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues_session)
     raise_usage_error_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
     template_variables = params.chat_template_kwargs
     raise_usage_error_if(
@@ -134,8 +134,8 @@ def generate(
         chat_turns = (("system", system), ("user", prompt), ("assistant", prefill))
         prompt = [{"role": role, "content": content} for role, content in chat_turns if content is not None]
     # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
-    is_raw = chat is not None or continues or options["heal"] or options["constrain_from"] is not None
-    typed_prompt = (prompt_argument or prompt_option) if folder and not (is_raw or as_json) else None
+    is_raw_prompt = chat is not None or continues_session or options["heal"] or options["constrain_from"] is not None
+    typed_prompt = (prompt_argument or prompt_option) if folder and not (is_raw_prompt or as_json) else None
     if compare:
         load_options.setdefault("cache_memory", 0)  # each turn reads its prompt
     lm = load_model(folder, session=session, chat_remedy="leave --chat out" if chat else None, **load_options)
@@ -151,7 +151,7 @@ def generate(
         with lm.session(context) as lm_session:
             if context:
                 output.print_context_memory(lm, context)
-            if session and continues:
+            if session and continues_session:
                 lm_session.load(session)
             if prompt is not None:
                 lm_session.chat_template_kwargs = template_variables or lm_session.chat_template_kwargs
@@ -159,13 +159,13 @@ def generate(
             # The session has rendered the chat, and heals by default.
             params = replace(params, heal=bool(params.heal), chat_template_kwargs=None)
             end_signal = end_on_signals() if session else EndSignal()
-            length_before = len(lm_session)
+            session_length_before = len(lm_session)
             has_completed = False
             try:
                 interrupted = output.print_stream(lm, lm_session.stream(sampling=params), stats, as_json)
                 has_completed = True
             finally:
-                if session and (has_completed or len(lm_session) > length_before):
+                if session and (has_completed or len(lm_session) > session_length_before):
                     with ignore_signals():
                         lm_session.save(session)
         suggest_chat_flag(lm, typed_prompt)

@@ -187,7 +187,7 @@ def add_generate_options(command: CommandFunction) -> CommandFunction:
 STATS_LEVELS = ("short", "full")
 
 
-def stats_option(help_text: str) -> CommandDecorator:
+def make_stats_option(help_text: str) -> CommandDecorator:
     """Return the option ``--stats [short|full]``, short without a value; its command must be a ``StatsCommand``."""
     level_type = click.Choice(STATS_LEVELS)
     return click.option("--stats", type=level_type, is_flag=False, flag_value="short", metavar="[full]", help=help_text)

@@ -9,10 +9,10 @@ from ovspec.base.files import check_file_name
 
 
 class PathType(click.Path):
-    """A path that the system can have. ``only``: "file" or "folder" if it must not be the other one."""
+    """A path that the system can have. ``only_kind``: "file" or "folder" if it must not be the other one."""
 
-    def __init__(self, only: str | None = None) -> None:
-        super().__init__(file_okay=only != "folder", dir_okay=only != "file", path_type=Path)
+    def __init__(self, only_kind: str | None = None) -> None:
+        super().__init__(file_okay=only_kind != "folder", dir_okay=only_kind != "file", path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)

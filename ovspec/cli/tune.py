@@ -118,17 +118,17 @@ def format_tuning_report(model_role: str, folder: Path, profile: Profile) -> lis
     from ovspec.ir.device import DeviceOptions
 
     best_measurement = profile.choose_measurement(DeviceOptions(), "auto")
-    reference = profile.reference
-    width_columns = "".join(f"{f'm={width}':>8}" for width in reference.verify_ms)
+    reference_measurement = profile.reference
+    width_columns = "".join(f"{f'm={width}':>8}" for width in reference_measurement.verify_ms)
     report_lines = [
         f"{model_role}: {folder}, {profile.seconds:.0f} s",
         f"  {'ms per inference of m tokens':55}{width_columns}  prefill, ms/token       KL   top-1  invariance  rule",
     ]
     for measurement in profile.measurements:
         setting_label = str(measurement.setting)
-        if measurement == reference and profile.full:
+        if measurement == reference_measurement and profile.full:
             setting_label += " (OpenVINO's own default)"
-        time_cells = "".join(f"{measurement.computation_ms(width):8.2f}" for width in reference.verify_ms)
+        time_cells = "".join(f"{measurement.computation_ms(width):8.2f}" for width in reference_measurement.verify_ms)
         invariance_cell = "" if measurement.invariance is None else f"{measurement.invariance:.0%}"
         accuracy_cells = (
             f"{measurement.kl:9.1e}{measurement.top1:8.1%}{invariance_cell:>12}  {measurement.rule or ''}".rstrip()
@@ -138,8 +138,8 @@ def format_tuning_report(model_role: str, folder: Path, profile: Profile) -> lis
             f"{chosen_mark} {setting_label:55}{time_cells}{measurement.prefill_ms:19.3f}{accuracy_cells}"
         )
     if best_measurement:
-        token_share = best_measurement.token_ms / reference.verify_ms[1]
-        prompt_share = best_measurement.prefill_ms / reference.prefill_ms
+        token_share = best_measurement.token_ms / reference_measurement.verify_ms[1]
+        prompt_share = best_measurement.prefill_ms / reference_measurement.prefill_ms
         share_text = f"a token takes {token_share:.2f}x and a prompt {prompt_share:.2f}x the default's time"
         report_lines.append(
             f"chosen for {profile.goal}: {best_measurement.setting}; {share_text}; "

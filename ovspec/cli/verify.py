@@ -46,7 +46,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
     models: dict[str, LanguageModel] = {}
     verifications: dict[str, Verification] = {}
     mistakes: list[str] = []
-    for label, entry in iterate_texts(read_text_or_stdin(file), source_name):
+    for label, entry in iterate_recorded_texts(read_text_or_stdin(file), source_name):
         try:
             result = result_from_json(entry)
             assert result.record
@@ -82,7 +82,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
         sys.exit(1)
 
 
-def iterate_texts(source: str, source_name: str) -> Iterator[tuple[str, JsonObject]]:
+def iterate_recorded_texts(source: str, source_name: str) -> Iterator[tuple[str, JsonObject]]:
     """Yield (label, text with its record) for each text in a result or in a batch's output."""
     for label, entry in parse_entries(source, source_name):
         is_object = isinstance(entry, dict)

@@ -19,7 +19,7 @@ from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message, load_chat_template
 from ovspec.text.custom_template import find_answer_end
 from ovspec.text.generation_config import GenerationConfig
-from ovspec.text.infill import InfillPrompt, encode_infill, trim_chunks
+from ovspec.text.infill import InfillPrompt, drop_first_chunks, encode_infill
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import read_special_tokens
 
@@ -124,7 +124,7 @@ class PromptEncoder:
             tokenizer = self.tokenizer
             fim_tokens = tokenizer.fim_tokens
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
-                prompt = trim_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
+                prompt = drop_first_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
             prompt_ids, first_healable = encode_infill(
                 prompt, fim_tokens, tokenizer.encode_plain_text, tokenizer.prefix_ids, max_tokens
             )
@@ -148,13 +148,13 @@ class PromptEncoder:
     def answer_format(self, prompt_ids: np.ndarray, params: Params) -> AnswerFormat | None:
         """Return the format of the answer to a chat with the tokens ``prompt_ids`` (n,); None if it is only text."""
         chat_format = self.chat_format
-        thinking = chat_format.thinking
+        thinking = chat_format.thinking_format
         if not (thinking or params.tools):
             return None
         prompt_end = (self.tokenizer.decode_with_special(prompt_ids[-MAX_TAG_TOKENS:]) or "").rstrip()
-        begins_thinking = thinking is not None and prompt_end.endswith(thinking.open.rstrip())
+        begins_thinking = thinking is not None and prompt_end.endswith(thinking.open_tag.rstrip())
         return AnswerFormat(
-            chat_format.tools if params.tools else None,
+            chat_format.tool_format if params.tools else None,
             thinking,
             params.allowed_calls.tool_names or tuple(tool["function"]["name"] for tool in params.tools),
             "thinking" if begins_thinking else "start",

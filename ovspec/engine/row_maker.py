@@ -143,7 +143,7 @@ class RowMaker:
         answer_reader = mark_by_token_id = None
         if answer_format:
             if not params.allowed_calls.tool_names:
-                answer_format = replace(answer_format, tools=None)
+                answer_format = replace(answer_format, tool_format=None)
             mark_by_token_id = answer_format.mark_by_token_id
             call_id_key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
             answer_reader = AnswerReader(

@@ -103,12 +103,12 @@ class VerifiedProposal:
 
     branch: Branch
     proposal: Proposal
-    start: int
+    tokens_before: int
     outcome: RoundOutcome
     accepted: int = 0
 
 
-class Branches:
+class BranchPool:
     """Up to ``MAX_BRANCHES`` branches of one model. Threads may share it."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -252,7 +252,9 @@ class Branches:
     def _learn_from_proposal(self) -> None:
         """Let the lookahead learn which tokens of the last proposal the text has continued with."""
         if last_proposal := self._last_proposal:
-            reached_count = max(last_proposal.accepted, len(last_proposal.branch.sequence) - last_proposal.start)
+            reached_count = max(
+                last_proposal.accepted, len(last_proposal.branch.sequence) - last_proposal.tokens_before
+            )
             reached_proposal = shorten_proposal(last_proposal.proposal, reached_count)
             self._lookahead.learn_round(
                 replace(last_proposal.outcome, proposals=[(reached_proposal, last_proposal.accepted)])
@@ -274,7 +276,7 @@ class Branches:
 
     def _count_accepted(self, verified_proposal: VerifiedProposal, sequence: Sequence) -> None:
         accepted_count = (
-            measure_common_prefix(verified_proposal.branch.cached_sequence, sequence) - verified_proposal.start
+            measure_common_prefix(verified_proposal.branch.cached_sequence, sequence) - verified_proposal.tokens_before
         )
         if accepted_count > verified_proposal.accepted:
             new_positions = range(verified_proposal.accepted, accepted_count)

@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_json
-from ovspec.integrations.branches import Branches, LogitsRequestCounts
+from ovspec.integrations.branches import BranchPool, LogitsRequestCounts
 from ovspec.integrations.roles import RoleTexts, find_role_texts
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, read_special_tokens
 
@@ -64,7 +64,7 @@ class OpenVINOEngine(Engine):
     def __init__(
         self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None, **options: bool
     ) -> None:
-        self.branches = Branches(lm)
+        self.branches = BranchPool(lm)
         tokenizer = OpenVINOTokenizer(lm, chat_template)
         self._logits_width = tokenizer.size
         enabled_options = {"enable_backtrack": True, "enable_ff_tokens": True, "enable_monitoring": True}

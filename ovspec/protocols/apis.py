@@ -29,7 +29,7 @@ class TextApi:
     """An API that generates text.
 
     summary: of the API, a sentence.
-    body: the type of a request's body.
+    body_type: the type of a request's body.
     read_body: returns the request in a body; raises RequestError for a request that can't be met.
     reply_maker: makes whole replies and the events of streams.
     reply_model: the type of a whole reply.
@@ -38,7 +38,7 @@ class TextApi:
     """
 
     summary: str
-    body: type[TextRequestBody]
+    body_type: type[TextRequestBody]
     read_body: Callable[[Any], TextRequest]
     reply_maker: type[ReplyMaker]
     reply_model: type[BaseModel]
@@ -72,8 +72,8 @@ TEXT_APIS = {
 COUNT_PATHS = {"/v1/responses/input_tokens": "/v1/responses", "/v1/messages/count_tokens": "/v1/messages"}
 # The bodies of all requests that have one.
 BODY_TYPES: dict[str, type[BaseModel]] = {
-    **{path: api.body for path, api in TEXT_APIS.items()},
-    **{path: TEXT_APIS[api].body for path, api in COUNT_PATHS.items()},
+    **{path: api.body_type for path, api in TEXT_APIS.items()},
+    **{path: TEXT_APIS[api].body_type for path, api in COUNT_PATHS.items()},
     **parsing.BODIES_WITH_FIELDS,
 }
 

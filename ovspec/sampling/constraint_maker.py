@@ -120,7 +120,7 @@ class ConstraintMaker:
 
         grammar = convert_answer_grammar(params, answer_format)
         end_ids = self._grammar_end_ids(params, eos_ids)
-        thinking = answer_format.thinking
+        thinking = answer_format.thinking_format
         thinking_budget = params.thinking_budget if thinking else None
         make_grammar_constraint = None
         if grammar is not None:
@@ -135,7 +135,7 @@ class ConstraintMaker:
             covers_text=grammar is not None and not answer_format.calls_after_text,
             end_ids=end_ids,
             thinking_budget=thinking_budget,
-            thinking_end_ids=self._tokenizer.encode_continuation(thinking.close).tolist() if thinking else (),
+            thinking_end_ids=self._tokenizer.encode_continuation(thinking.close_tag).tolist() if thinking else (),
         )
 
     def _make_grammar_constraint(
@@ -147,7 +147,7 @@ class ConstraintMaker:
 
     def unquoted_arguments(self, params: Params, answer_format: AnswerFormat) -> dict[str, list[str]]:
         """Return for each tool the arguments that are written without quotes."""
-        if not (answer_format.tools and answer_format.tools.parameters):
+        if not (answer_format.tool_format and answer_format.tool_format.parameters):
             return {}
         from ovspec.sampling.tool_grammar import TEXT_PARAMETERS_KEY  # deferred, because it imports llguidance
 

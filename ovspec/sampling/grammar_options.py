@@ -48,7 +48,7 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
         OvspecError: a tool's schema can't be used; the message names the tool.
     """
     allowed_calls = params.allowed_calls
-    thinking = answer_format.thinking
+    thinking = answer_format.thinking_format
     text_grammar = None
     if not allowed_calls.required:
         text_grammar, _ = convert_requested_grammar(params)
@@ -60,7 +60,7 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
         tool["function"] for tool in params.tools if tool["function"]["name"] in allowed_calls.tool_names
     ]
     request = {
-        "format": answer_format.tools.name if answer_format.tools else "generic",
+        "format": answer_format.tool_format.name if answer_format.tool_format else "generic",
         "tools": [{"name": function["name"], "parameters": function["parameters"]} for function in allowed_functions],
         "parallel": params.parallel_tool_calls and not allowed_calls.single_call,
         "tokens": [*answer_format.tag_token_ids],

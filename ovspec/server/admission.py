@@ -40,7 +40,7 @@ class Admission:
         self.request_count = 0  # that are being answered
         self._text_count = 0  # of these requests
         self.draining = False  # whether the server only finishes its requests
-        self.given_up = False
+        self.has_ended_requests = False
         self._preparation_tasks = set[asyncio.Task[Any]]()  # requests that the engine doesn't have yet
 
     def check_capacity(self, text_count: int = 1) -> None:
@@ -81,7 +81,7 @@ class Admission:
 
     def end_all_requests(self) -> None:
         """End all requests, including requests in preparation."""
-        self.given_up = True
+        self.has_ended_requests = True
         for task in [*self._preparation_tasks]:
             task.cancel()
         self._engine.fail_all_requests(ServerEndedError())
@@ -98,7 +98,7 @@ class Admission:
         except TimeoutError:
             raise make_timeout_error(self._request_timeout) from None
         except asyncio.CancelledError:
-            if not self.given_up:
+            if not self.has_ended_requests:
                 raise
             preparation_task.uncancel()
             raise make_text_error(ServerEndedError(), self._lm) from None

@@ -77,7 +77,7 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
     endpoints = TextEndpoints(context)
     for path, api in TEXT_APIS.items():
         reply_description = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
-        text_endpoint = make_text_endpoint(partial(endpoints.answer_request, api), api.body)
+        text_endpoint = make_text_endpoint(partial(endpoints.answer_request, api), api.body_type)
         app.post(
             path,
             tags=["texts"],
@@ -87,7 +87,7 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
         )(text_endpoint)
     for path, api_path in COUNT_PATHS.items():
         api = TEXT_APIS[api_path]
-        count_endpoint = make_text_endpoint(partial(endpoints.count_tokens, api), api.body)
+        count_endpoint = make_text_endpoint(partial(endpoints.count_tokens, api), api.body_type)
         app.post(
             path,
             tags=["tokens"],

@@ -87,7 +87,7 @@ class ClientConnection(H11Protocol):
         return None
 
 
-def send_in_slices(app: ASGIApp) -> ASGIApp:
+def make_slicing_app(app: ASGIApp) -> ASGIApp:
     """Return ``app`` with the bodies that it sends cut into slices, each written when the one before is.
 
     For Windows, where a write counts as unread until its last byte is read: a slow client would look like a client
@@ -125,7 +125,7 @@ def raise_open_file_limit() -> None:
 def make_uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     """Return the configuration of uvicorn for ``app``."""
     return uvicorn.Config(
-        send_in_slices(app) if sys.platform == "win32" else app,
+        make_slicing_app(app) if sys.platform == "win32" else app,
         http=ClientConnection,
         ws="none",
         lifespan="off",

@@ -204,18 +204,18 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     return DraftLimits(requested_drafters, params.lookahead_limit)
 
 
-def enforce_row_limits(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: list[Row]) -> None:
+def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextRequest, rows: list[Row]) -> None:
     """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.
 
     Raises:
         ApiError: a prompt doesn't fit into memory, or the log-probabilities exceed their limit.
     """
     for row in rows:
-        if row.prompt_length >= max_tokens:
-            sizes_sentence = f"The prompt has {row.prompt_length} tokens, but this server has room for {max_tokens}"
+        if row.prompt_length >= memory_tokens:
+            sizes_sentence = f"The prompt has {row.prompt_length} tokens, but this server has room for {memory_tokens}"
             message = f"{sizes_sentence}; shorten the prompt."
             raise make_prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
-        row.limit_length(max_tokens)
+        row.limit_length(memory_tokens)
     top_logprobs = rows[0].params.logprobs
     if top_logprobs is None:
         return

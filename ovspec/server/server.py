@@ -131,7 +131,7 @@ def serve(
         asyncio.run(server.serve(sockets=[listener]))
     finally:
         engine.stop(timeout_s=2.0)
-        if context.admission.given_up:
+        if context.admission.has_ended_requests:
             end_process(0)
 
 

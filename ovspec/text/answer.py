@@ -44,13 +44,13 @@ class PhaseTag:
 class ThinkingFormat:
     """How a model marks its thinking.
 
-    open, close: the tags around it.
+    open_tag, close_tag: the tags around it.
     further_tags: further tags of a format that has a header for each part.
     message_header, text_header: what is between thinking and such a header, and the header of the text for the user.
     """
 
-    open: str
-    close: str
+    open_tag: str
+    close_tag: str
     further_tags: tuple[PhaseTag, ...] = ()
     message_header: str = ""
     text_header: str = ""
@@ -59,8 +59,8 @@ class ThinkingFormat:
     def tags(self) -> tuple[PhaseTag, ...]:
         phase_after_thinking: Phase = "between" if self.message_header else "after"
         return (
-            PhaseTag(self.open, ("start", "after", "between"), "thinking"),
-            PhaseTag(self.close, ("thinking",), phase_after_thinking),
+            PhaseTag(self.open_tag, ("start", "after", "between"), "thinking"),
+            PhaseTag(self.close_tag, ("thinking",), phase_after_thinking),
             *self.further_tags,
         )
 
@@ -96,7 +96,7 @@ def detect_thinking_format(template_source: str) -> ThinkingFormat | None:
         (
             thinking_format
             for thinking_format in THINKING_FORMATS
-            if thinking_format.close in template_source and thinking_format.open in unescaped_source
+            if thinking_format.close_tag in template_source and thinking_format.open_tag in unescaped_source
         ),
         None,
     )
@@ -174,16 +174,16 @@ def find_unfinished_tag(text: str, tags: Collection[PhaseTag]) -> int:
 class AnswerFormat:
     """How a model's answers to a request are written.
 
-    tools: the tool format, if there are tools.
-    thinking: the tags of thinking, if there are any.
+    tool_format: of the calls, if there are tools.
+    thinking_format: the tags of thinking, if there are any.
     tool_names: the tools whose calls are looked for.
     first_phase: the phase in which an answer begins.
     calls_after_text: whether calls may follow text.
     added_tokens: text -> id of the tokens outside of the model's own vocabulary.
     """
 
-    tools: ToolFormat | None = None
-    thinking: ThinkingFormat | None = None
+    tool_format: ToolFormat | None = None
+    thinking_format: ThinkingFormat | None = None
     tool_names: tuple[str, ...] = ()
     first_phase: Phase = "start"
     calls_after_text: bool = True
@@ -193,10 +193,10 @@ class AnswerFormat:
     def tag_token_ids(self) -> dict[str, int]:
         """The tokens that are tags or parts of them: text -> id."""
         tag_texts: list[str] = []
-        if self.thinking:
-            tag_texts += [self.thinking.message_header, *(tag.text for tag in self.thinking.tags)]
-        if self.tools:
-            tag_texts += self.tools.fixed_texts()
+        if self.thinking_format:
+            tag_texts += [self.thinking_format.message_header, *(tag.text for tag in self.thinking_format.tags)]
+        if self.tool_format:
+            tag_texts += self.tool_format.fixed_texts()
         return {
             token_text: token_id
             for token_text, token_id in self.added_tokens.items()
@@ -214,17 +214,17 @@ class AnswerFormat:
     def tags(self) -> list[PhaseTag]:
         """All tags, with characters for tokens."""
         tags: list[PhaseTag] = []
-        if self.thinking:
-            tags += self.thinking.tags
+        if self.thinking_format:
+            tags += self.thinking_format.tags
         if not self.calls_after_text:  # an answer that isn't free has thinking only before it
             tags = [
                 PhaseTag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags
             ]
-        if self.tools:
+        if self.tool_format:
             from_phases: tuple[Phase, ...] = ("start", "after", "between")
-            if self.calls_after_text and self.tools.calls_within_text:
+            if self.calls_after_text and self.tool_format.calls_within_text:
                 from_phases += ("text",)
-            for trigger in self.tools.triggers:
+            for trigger in self.tool_format.triggers:
                 for tool_name in self.tool_names if "{NAME}" in trigger else ("",):
                     tags.append(PhaseTag(trigger.replace("{NAME}", tool_name), from_phases, "calls"))
         return [PhaseTag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
@@ -294,7 +294,9 @@ class AnswerReader:
         self._reading_state = AnswerReadingState(answer_format.first_phase)
         self._id_key = id_key
         self._has_thought = False  # whether thinking has begun: white space before it is gone
-        self._call_reader = ToolCallReader(answer_format, string_parameters or {}) if answer_format.tools else None
+        self._call_reader = (
+            ToolCallReader(answer_format, string_parameters or {}) if answer_format.tool_format else None
+        )
         self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
 
     @property
@@ -336,8 +338,8 @@ class AnswerReader:
     def _make_call_id(self, index: int) -> str:
         """Return a call's id: the same for the same answer, so that it doesn't depend on how often it is asked for."""
         digest = hashlib.blake2b(self._id_key + index.to_bytes(4), digest_size=12).hexdigest()
-        assert self._format.tools
-        id_length = self._format.tools.id_length
+        assert self._format.tool_format
+        id_length = self._format.tool_format.id_length
         if id_length:
             return digest[:id_length]
         return f"call_{digest}"
@@ -347,7 +349,7 @@ class ToolCallReader:
     """Reads calls piece by piece. They follow the grammar of their format, but may be cut off anywhere."""
 
     def __init__(self, answer_format: AnswerFormat, string_parameters: Mapping[str, Collection[str]]) -> None:
-        tool_format = answer_format.tools
+        tool_format = answer_format.tool_format
         assert tool_format
         slot_patterns = {"NAME": TOOL_NAME_IN_CALL, **SLOT_PATTERNS}
         call_starts = (itertools.takewhile("ARGUMENTS".__ne__, call) for call in tool_format.calls)

@@ -120,11 +120,11 @@ class ChatFormat:
 
     def __init__(self, template: ChatTemplate, tool_format: str | None = None) -> None:
         self.template = template
-        self.thinking = detect_thinking_format(template.source)
+        self.thinking_format = detect_thinking_format(template.source)
         self._tool_format_name = tool_format
 
     @property
-    def tools(self) -> ToolFormat:
+    def tool_format(self) -> ToolFormat:
         """How the model calls tools."""
         return self._detected_format[0]
 
@@ -161,7 +161,7 @@ class ChatFormat:
         """Whether the template begins an answer after one that only thinks."""
         chat = [PROBE_CHAT[0], {"role": "assistant", "content": "", "reasoning_content": "?"}]
         return render_or_empty(self.template, chat, tools=False) != render_or_empty(
-            self.template, chat, tools=False, open=False
+            self.template, chat, tools=False, opens_answer=False
         )
 
     def _shows_all_messages(self, chat: list[Message]) -> bool:
@@ -175,7 +175,7 @@ class ChatFormat:
         tools: Sequence[JsonObject] = (),
         effort: str | None = None,
         variables: Mapping[str, JsonValue] | None = None,
-        open: bool = True,
+        opens_answer: bool = True,
     ) -> str:
         """Return the prompt for ``messages``.
 
@@ -184,7 +184,7 @@ class ChatFormat:
             tools: OpenAI's.
             effort: how much to think, if the template can be told.
             variables: what else the template reads; see ``ChatTemplate.render``.
-            open: end where the assistant's answer begins; or, if the last message is the assistant's, goes on.
+            opens_answer: end where the assistant's answer begins; or, if the last message is the assistant's, goes on.
 
         Raises:
             OvspecError: the template can't render them.
@@ -194,16 +194,16 @@ class ChatFormat:
             raise PromptError(
                 f"A chat has {invalid_messages[0]!r:.60}; append messages, such as the `message` of a result."
             )
-        if open and find_begun_answer(messages) is not None:
+        if opens_answer and find_begun_answer(messages) is not None:
             return self._render_continuation(messages, tools, effort, variables)
-        if open and messages and only_thinks(messages[-1]) and not self._opens_after_thinking:
+        if opens_answer and messages and only_thinks(messages[-1]) and not self._opens_after_thinking:
             return self.render_prompt(messages[:-1], tools, effort, variables)
         messages = list(map(self._join_parts, messages))
         template_variables = dict(variables or {})
         if effort is not None:
             template_variables = self._effort_variables(effort) | template_variables
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            return self._render_messages(messages, template_variables, open)
+            return self._render_messages(messages, template_variables, opens_answer)
         tool_format, call_style = self._detected_format
         messages = add_tool_names_and_ids(
             order_tool_results(list(map(normalize_message, messages))), tool_format.id_length
@@ -215,15 +215,15 @@ class ChatFormat:
         if tools and tool_format.template_has_tools and tool_format.tools_variable in self.template.variables:
             template_variables[tool_format.tools_variable] = list(tools)
             try:
-                return self._render_messages(messages, template_variables, open)
+                return self._render_messages(messages, template_variables, opens_answer)
             except TemplateError:
                 template_variables[tool_format.tools_variable] = [*map(add_missing_tool_fields, tools)]
         elif tools:
             messages = add_to_system_prompt(messages, describe_tools(tool_format, tools), self.takes_system)
-        return self._render_messages(messages, template_variables, open)
+        return self._render_messages(messages, template_variables, opens_answer)
 
     def _render_continuation(self, messages: list[Message], *other_arguments: Any) -> str:
-        """Return the prompt that ends with the last message; ``arguments``: the others of ``render_prompt``."""
+        """Return the prompt that ends with the last message; ``other_arguments``: of ``render_prompt``."""
         *earlier_messages, last_message = messages
         if not (begun_answer := find_begun_answer([last_message])):
             return self.render_prompt(earlier_messages, *other_arguments)
@@ -231,14 +231,14 @@ class ChatFormat:
             rendered_chat = self.render_prompt(
                 [*earlier_messages, {**last_message, "content": begun_answer + ANSWER_END_MARK}],
                 *other_arguments,
-                open=False,
+                opens_answer=False,
             )
             rendered_start, end_mark, _ = rendered_chat.rpartition(ANSWER_END_MARK)
             if end_mark:  # what the template writes before an answer's text, such as a header
                 return rendered_start
         opened_prompt = self.render_prompt(earlier_messages, *other_arguments)
-        if self.thinking and opened_prompt.rstrip().endswith(self.thinking.open.rstrip()):
-            opened_prompt += f"{self.thinking.close}\n\n"
+        if self.thinking_format and opened_prompt.rstrip().endswith(self.thinking_format.open_tag.rstrip()):
+            opened_prompt += f"{self.thinking_format.close_tag}\n\n"
         return opened_prompt + begun_answer
 
     @functools.cached_property
@@ -280,7 +280,7 @@ class ChatFormat:
             raise PromptError(f"messages: content of the type {part_type!r:.40} can't be read; only text can.")
         return message
 
-    def _render_messages(self, messages: list[Message], variables: Mapping[str, JsonValue], open: bool) -> str:
+    def _render_messages(self, messages: list[Message], variables: Mapping[str, JsonValue], opens_answer: bool) -> str:
         """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
 
         Raises:
@@ -294,7 +294,7 @@ class ChatFormat:
         if are_plain_texts and refuses_systems:
             messages = join_system_messages(messages, self.takes_system)
         try:
-            return self.template.render(messages, open, variables)
+            return self.template.render(messages, opens_answer, variables)
         except TemplateError:
             if not are_plain_texts:
                 raise
@@ -302,7 +302,7 @@ class ChatFormat:
                 joined_messages = join_messages(messages)
                 if joined_messages != messages:
                     with contextlib.suppress(TemplateError):  # the first error is about the messages as they came
-                        return self.template.render(joined_messages, open, variables)
+                        return self.template.render(joined_messages, opens_answer, variables)
                 messages = joined_messages
             raise
 
@@ -349,10 +349,12 @@ def add_missing_tool_fields(tool: JsonObject) -> JsonObject:
     return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
 
 
-def render_or_empty(template: ChatTemplate, messages: list[Message], tools: bool = True, open: bool = True) -> str:
+def render_or_empty(
+    template: ChatTemplate, messages: list[Message], tools: bool = True, opens_answer: bool = True
+) -> str:
     """Return a template's text of a chat, with the tool for probing unless ``tools`` is false; "" if it fails."""
     try:
-        return template.render(messages, open, {"tools": [PROBE_TOOL]} if tools else {}, strict=False)
+        return template.render(messages, opens_answer, {"tools": [PROBE_TOOL]} if tools else {}, strict=False)
     except TemplateError:
         return ""
 

@@ -63,11 +63,11 @@ class ChatTemplate:
     def render(
         self,
         messages: list[Message],
-        open: bool = True,
+        opens_answer: bool = True,
         variables: Mapping[str, Any] | None = None,
         strict: bool = True,
     ) -> str:
-        """Return the prompt for ``messages``; with ``open`` it ends where the assistant's answer begins.
+        """Return the prompt for ``messages``; with ``opens_answer`` it ends where the assistant's answer begins.
 
         Args:
             variables: what else the template reads, such as "enable_thinking". "tools" are JSON schemas of functions,
@@ -96,7 +96,12 @@ class ChatTemplate:
             ]
         request = {
             "source": self.source if all_variables["tools"] is None else self.source_with_tools or self.source,
-            "variables": {**self.special_tokens, **all_variables, "messages": messages, "add_generation_prompt": open},
+            "variables": {
+                **self.special_tokens,
+                **all_variables,
+                "messages": messages,
+                "add_generation_prompt": opens_answer,
+            },
             "needed": needed_variables,
         }
         renderer_reply = self._ask_renderer(request)

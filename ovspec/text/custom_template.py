@@ -41,7 +41,7 @@ KNOWN_TURNS: dict[str, str | tuple[str, ...]] = {
 TRIMMED_TEMPLATES = ("exaone3", "gemma", "llama3", "llama4")  # without the white space around what is said
 
 
-def make_known_template(name: str) -> str:
+def make_well_known_template(name: str) -> str:
     """Return the Jinja source of a well-known template; it begins with the BOS that the tokenizer adds."""
     turns = KNOWN_TURNS[name]
     if isinstance(turns, str):
@@ -79,7 +79,7 @@ def resolve_custom_template(template: str | Path, model_templates: Mapping[str, 
     source = ""
     if isinstance(template, str):
         if template in KNOWN_TURNS:
-            source = make_known_template(template)
+            source = make_well_known_template(template)
         source = model_templates.get(template) or source
         if "{{" in template or "{%" in template:
             source = source or template
@@ -107,6 +107,6 @@ def find_answer_end(template: ChatTemplate) -> str:
     """Return what a template writes after an answer, without the white space around it."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE_TEXT}]
     try:
-        return template.render(chat, open=False).partition(PROBE_TEXT)[2].strip()
+        return template.render(chat, opens_answer=False).partition(PROBE_TEXT)[2].strip()
     except TemplateError:
         return ""

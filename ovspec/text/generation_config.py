@@ -92,15 +92,15 @@ class GenerationConfig:
         raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 
 
-def read_recommended_sampling(folder: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the generation config in ``folder`` recommends for the sampling options that aren't ``chosen``.
+def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the generation config in ``folder`` recommends for the sampling options but ``chosen_options``.
 
-    What it leaves out is off, as it is if not given; nothing is recommended for a ``chosen`` temperature of 0.
+    What it leaves out is off, as it is if not given; nothing is recommended with a chosen temperature of 0.
 
     Raises:
         OvspecError: a value that would be taken is invalid.
     """
-    if chosen.get("temperature") == 0:
+    if chosen_options.get("temperature") == 0:
         return {}
     config_file = folder / GENERATION_CONFIG_FILE
     settings = {option: value for option, value in read_json(config_file).items() if value is not None}
@@ -111,7 +111,7 @@ def read_recommended_sampling(folder: Path, chosen: Mapping[str, Any]) -> dict[s
         }
         if not settings.get("do_sample") or recommended["temperature"] == 0:
             return {}
-        applied_settings = {option: value for option, value in recommended.items() if option not in chosen}
+        applied_settings = {option: value for option, value in recommended.items() if option not in chosen_options}
         make_params({"temperature": 1.0} | applied_settings)
     except OvspecError as error:
         problem = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller

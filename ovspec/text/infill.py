@@ -191,7 +191,7 @@ def encode_infill(
     return InfillTokens(np.array([*prompt_ids, *beginning_ids], dtype=np.int64), len(prompt_ids))
 
 
-def trim_chunks(infill: InfillPrompt, max_characters: float) -> InfillPrompt:
+def drop_first_chunks(infill: InfillPrompt, max_characters: float) -> InfillPrompt:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     # What separates chunks takes at least a token.
     chunk_sizes = itertools.accumulate(len(file_chunk.text) + 1 for file_chunk in reversed(infill.file_chunks))

@@ -61,7 +61,7 @@ def checked(lm: ovspec.LanguageModel, result: ovspec.Result, calls: bool = True)
 
 
 def test_the_format_is_found(lm: ovspec.LanguageModel, family: Family) -> None:
-    assert lm.runtime.prompt_encoder.chat_format.tools.name == family.format
+    assert lm.runtime.prompt_encoder.chat_format.tool_format.name == family.format
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -204,7 +204,7 @@ SHARED: dict[str, Case] = {
         (*HARD, "--max-thinking-tokens", "0"), lambda f, b: f.stats.thinking_tokens < b.stats.thinking_tokens, HARD
     ),
     "tool_format": Case(
-        ("--tool-format", "llama3"), lambda f, _: f.lm.runtime.prompt_encoder.chat_format.tools.name == "llama3"
+        ("--tool-format", "llama3"), lambda f, _: f.lm.runtime.prompt_encoder.chat_format.tool_format.name == "llama3"
     ),
     "chat_template": Case(("--chat", "--chat-template", "phi4"), is_phi4),
     "json_schema": Case(("--json-schema", '{"enum": ["yes"]}'), text_is('"yes"')),

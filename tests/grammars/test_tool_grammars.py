@@ -96,13 +96,13 @@ def test_large_sets_of_tools_are_quick(format: str) -> None:
         began = time.process_time()
         answer = answers(format, LARGE)
         grammar = convert_answer_grammar(make_params(answer.options), answer.format)  # type: ignore[arg-type]
-        assert grammar and answer.format.tools
+        assert grammar and answer.format.tool_format
 
         def make(start: int, begun: list[bytes | int]) -> Any:
             return grammars.make_constraint(grammar, start, frozenset({EOS}), generated_parts=begun)
 
         limits = AnswerConstraint(0, answer.format, vocabulary, make, False, {EOS})
-        trigger = answer.format.tools.triggers[0].replace("{NAME}", "tree")
+        trigger = answer.format.tool_format.triggers[0].replace("{NAME}", "tree")
         tokens = [next(i for i, t in enumerate(vocabulary.vocabulary) if t == bytes([b])) for b in trigger.encode()]
         text, numbers = np.array(tokens, dtype=np.int64), random.Random(3)
         for at in range(len(text)):
@@ -314,7 +314,7 @@ def test_texts_in_xml_stay_what_they_are(format: Any) -> None:
     """What looks like another value, or like a tag, is a text; what would end a value can't be in it."""
     for vocabulary in (PLAIN, Vocabulary(tagged(format))):
         answer = answers(format.name, [tool("f", x={"type": "string"})], vocabulary=vocabulary, tool_choice="required")
-        layout = answer.format.tools
+        layout = answer.format.tool_format
         assert layout and layout.parameters
         texts = ["5", "true", "null", '"', "[1, 2]", '{"a": 1}', "", " ", "\n", "a\n", "\n\nb", "\\n", "<parameter=y>"]
         for text in texts:

@@ -1,4 +1,4 @@
-"""``Branches`` serves logits to a caller that chooses the tokens: those of plain inferences, with fewer inferences."""
+"""``BranchPool`` serves logits to a caller that chooses the tokens: those of plain inferences, with fewer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conftest import PROMPTS, ROOT
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.costs import InferenceCosts
-from ovspec.integrations.branches import MAX_BRANCHES, Branches
+from ovspec.integrations.branches import MAX_BRANCHES, BranchPool
 from ovspec.integrations.roles import find_role_texts
 from ovspec.text.chat_template import ChatTemplate
 
@@ -37,7 +37,7 @@ def ids_of(lm: ovspec.LanguageModel, number: int, length: int) -> list[int]:
     return lm.encode(PROMPTS[number]).tolist()[:length]
 
 
-def next_token(branches: Branches, text: list[int]) -> int:
+def next_token(branches: BranchPool, text: list[int]) -> int:
     return int(branches.request_logits(text)[0][-1].argmax())
 
 
@@ -50,7 +50,7 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, mon
     if lm.draft:
         monkeypatch.setattr(lm.draft, "verify_ms", {1: 1.0, 16: 1.0})
     monkeypatch.setattr(InferenceCosts, "learn_inference", lambda costs, width, *_: costs(width))
-    branches, rng = Branches(lm), np.random.default_rng(0)
+    branches, rng = BranchPool(lm), np.random.default_rng(0)
     texts = [ids_of(lm, number, 40) for number in range(3)]
     for _ in range(120):
         number = int(rng.integers(len(texts)))
@@ -81,7 +81,7 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: 
     lm = drafting.with_drafters(None)
     monkeypatch.setattr(lm.runtime, "row_maker", replace(lm.runtime.row_maker, lookahead=None))
     assert drafting.runtime.row_maker.lookahead == 4
-    plain, drafted = Branches(lm), Branches(drafting)
+    plain, drafted = BranchPool(lm), BranchPool(drafting)
     text = lm.encode(PROMPTS[0]).tolist()[:50]
     for _ in range(60):
         ours, theirs = drafted.request_logits(text)[0], plain.request_logits(text)[0]
@@ -94,7 +94,7 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: 
 
 def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
     lm = load()
-    branches, begin = Branches(lm), ids_of(lm, 0, 60)
+    branches, begin = BranchPool(lm), ids_of(lm, 0, 60)
     branches.request_logits(begin)
     texts = [[*begin, *ids_of(lm, number, 12)] for number in range(1, 4)]
     for text in texts:
@@ -114,7 +114,7 @@ def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
 
 def test_logits_of_another_text_are_forgotten(load: Load) -> None:
     lm = load()
-    branches, ids = Branches(lm), list(range(300, 350))
+    branches, ids = BranchPool(lm), list(range(300, 350))
     for length in range(40, 51):
         branches.request_logits(ids[:length])
     other = [*ids[:47], *range(500, 525)]  # read like a prompt: only the last logits are computed
@@ -124,7 +124,7 @@ def test_logits_of_another_text_are_forgotten(load: Load) -> None:
 
 def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load()
-    branches = Branches(lm)
+    branches = BranchPool(lm)
     for number in range(3):
         branches.request_logits(ids_of(lm, number, 40))
     assert len(branches._branches) == 3
@@ -147,7 +147,7 @@ def test_recurrent_states_are_taken_back(attention: str | None, tmp_path: Path, 
     model = hybrid.Hybrid(4096, attention)
     folder = hybrid.export(model, tmp_path / "ir", ROOT / "models" / "demo")
     lm = ovspec.load(folder, "lookup", lookahead=3, precision="f32", cache_dir=cache_dir)
-    branches, rng = Branches(lm), np.random.default_rng(1)
+    branches, rng = BranchPool(lm), np.random.default_rng(1)
     texts = [rng.integers(3, 4000, size=40).tolist() * 2 for _ in range(2)]
     for step in range(40):
         text = texts[step % 2]
@@ -161,7 +161,7 @@ def test_recurrent_states_are_taken_back(attention: str | None, tmp_path: Path, 
 
 def test_all_new_places(load: Load) -> None:
     lm = load(**DRAFTERS["chain, fixed"])
-    branches, ids = Branches(lm), ids_of(lm, 2, 80)
+    branches, ids = BranchPool(lm), ids_of(lm, 2, 80)
     for length in (20, 21, 40, 40, 60, 50, 80):
         known, _ = branches.request_logits(ids[:length], all_new_positions=True)
         for back in range(1, min(len(known), 12) + 1):
@@ -171,7 +171,7 @@ def test_all_new_places(load: Load) -> None:
 
 def test_an_inference_that_fails_leaves_nothing_wrong(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load(**DRAFTERS["chain, fixed"])
-    branches, text = Branches(lm), ids_of(lm, 0, 40)
+    branches, text = BranchPool(lm), ids_of(lm, 0, 40)
     branches.request_logits(text)
     target = branches._branches[-1].decoders.target
     with monkeypatch.context() as patched:
@@ -184,7 +184,7 @@ def test_an_inference_that_fails_leaves_nothing_wrong(load: Load, monkeypatch: p
 
 def test_what_is_refused(load: Load) -> None:
     lm = load()
-    branches = Branches(lm)
+    branches = BranchPool(lm)
     for tokens, message in (
         ([], "no BOS token to start from"),
         ([5] * 2049, "the context is 2048"),

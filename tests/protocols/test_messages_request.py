@@ -368,7 +368,7 @@ def test_whatever_is_sent_is_read_or_refused(messages: Any, more: dict[str, Any]
 # ---------------------------------------------------------------- answers
 
 TOOLS = TOOL_FORMATS_BY_NAME["hermes"]
-THINK = next(each for each in THINKING_FORMATS if each.open == "<think>")
+THINK = next(each for each in THINKING_FORMATS if each.open_tag == "<think>")
 EVENT = "anthropic.types:RawMessageStreamEvent"
 HEAD = {"id": "msg_1", "created": 1, "model": "demo"}
 STATS = Stats(prompt_tokens=9, cached_tokens=4, generated_tokens=7)

@@ -188,7 +188,7 @@ def test_names_that_begin_alike_and_calls_that_begin_with_their_names() -> None:
     for format in ("mistral", "kimi", "harmony", "qwen-xml", "deepseek"):
         answer = answers(format, [GET, GETS], tool_choice="required")
         for tools in ([("get", {"x": 5})], [("gets", {"y": "a"})]):
-            text = answer.format.tools.write_calls(tools) if answer.format.tools else ""
+            text = answer.format.tool_format.write_calls(tools) if answer.format.tool_format else ""
             assert allows_text(answer, text, ends=True), text
             said, reader = answer.read(PLAIN.ids_of(text))
             assert [(call.name, json.loads(call.arguments)) for call in reader.calls] == tools
@@ -434,7 +434,7 @@ QUICK = ("hermes", "mistral")
 )
 def test_items_that_must_differ(format: str) -> None:
     answer = answers(format, [SET, GET], tool_choice="required")
-    layout = answer.format.tools
+    layout = answer.format.tool_format
     assert layout
     for ids, may in (([1, 2, 3], True), ([1, 2, 1], False), ([12, 12], False), ([1, 12, 2, 21], True)):
         calls = [("set", {"ids": ids})]

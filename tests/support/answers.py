@@ -25,7 +25,7 @@ from ovspec.text.tokenizer import ByteDetokenizer, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
 EOS = 0
-THINK = next(each for each in THINKING_FORMATS if each.open == "<think>")
+THINK = next(each for each in THINKING_FORMATS if each.open_tag == "<think>")
 PROMPT = np.array([5, 6, 7], dtype=np.int64)
 
 
@@ -151,7 +151,7 @@ def answers(
         not (use.required or params.grammar_option),
         vocabulary.ids,
     )
-    closing = tuple(vocabulary.ids_of(thinking.close)) if thinking else ()
+    closing = tuple(vocabulary.ids_of(thinking.close_tag)) if thinking else ()
     return Answers(format, given, vocabulary, closing)
 
 

@@ -111,8 +111,8 @@ def in_order(thinking: ThinkingFormat | None, began: bool, thought: str, text: s
     if thinking is None:
         return f"{text}{gap if text else ''}{calls}"
     if thinking is not HARMONY_THINKING:
-        return f"{'' if began else thinking.open}{gap}{thought}{gap}{thinking.close}{gap}{text}{gap}{calls}"
-    messages = [f"{'' if began else thinking.open}{thought}"] if began or thought else []
+        return f"{'' if began else thinking.open_tag}{gap}{thought}{gap}{thinking.close_tag}{gap}{text}{gap}{calls}"
+    messages = [f"{'' if began else thinking.open_tag}{thought}"] if began or thought else []
     messages += [f"<|channel|>commentary<|message|>{text}"] if text else []
     return "<|end|><|start|>assistant".join([*messages, calls])
 

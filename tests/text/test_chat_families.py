@@ -203,7 +203,7 @@ def test_an_answer_begins_after_one_that_only_thinks(name: str) -> None:
     chat = [user("One?"), answer("", reasoning_content="Hm.")]
     asked = chat[:1] if name == "deepseek" else chat
     prompt = ChatFormat(template).render_prompt(chat)
-    assert prompt == template.render(asked) != template.render(asked, open=False)
+    assert prompt == template.render(asked) != template.render(asked, opens_answer=False)
 
 
 def test_an_answer_goes_on_where_the_template_refuses_it() -> None:

@@ -15,7 +15,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.batch.resumable_run import make_run_identity
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, load_chat_template, read_chat_templates
-from ovspec.text.custom_template import KNOWN_TURNS, find_answer_end, make_known_template, resolve_custom_template
+from ovspec.text.custom_template import KNOWN_TURNS, find_answer_end, make_well_known_template, resolve_custom_template
 
 CHAT = [
     {"role": "system", "content": "You are a helpful assistant"},
@@ -66,13 +66,13 @@ ASK = [{"role": "user", "content": "hi"}]
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_names_give_what_llama_cpp_gives(name: str) -> None:
-    format = ChatFormat(ChatTemplate(make_known_template(name), {ADDED_BOS: ""}))
+    format = ChatFormat(ChatTemplate(make_well_known_template(name), {ADDED_BOS: ""}))
     assert format.render_prompt(CHAT) == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", KNOWN_TURNS)
 def test_every_well_known_template_says_everything_and_ends_its_turns(name: str) -> None:
-    template = ChatTemplate(make_known_template(name), {ADDED_BOS: "<s>"})
+    template = ChatTemplate(make_well_known_template(name), {ADDED_BOS: "<s>"})
     said = ChatFormat(template).render_prompt(CHAT)
     assert said.startswith("<s>") and all(message["content"].strip() in said for message in CHAT)
     end = find_answer_end(template)
@@ -93,7 +93,7 @@ def test_what_can_be_given(tmp_path: Path) -> None:
         (str(file), source),
         ("tool_use", named["tool_use"]),
         ("chatml", named["chatml"]),  # the model's own goes first
-        ("gemma", make_known_template("gemma")),
+        ("gemma", make_well_known_template("gemma")),
     ):
         assert resolve_custom_template(given, named) == expected
 
@@ -122,8 +122,8 @@ def test_a_template_has_its_own_tool_format(pair: Path) -> None:
         given = ChatFormat(
             load_chat_template(pair, resolve_custom_template(TEMPLATES[name], read_chat_templates(pair)))
         )
-        assert given.tools is own.tools and given.thinking == own.thinking
-    assert ChatFormat(load_chat_template(pair, make_known_template("chatml"))).tools.name == "generic"
+        assert given.tool_format is own.tool_format and given.thinking_format == own.thinking_format
+    assert ChatFormat(load_chat_template(pair, make_well_known_template("chatml"))).tool_format.name == "generic"
 
 
 def test_a_model_speaks_in_a_custom_template(load: Callable[..., ovspec.LanguageModel]) -> None:

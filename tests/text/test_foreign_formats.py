@@ -201,8 +201,11 @@ def test_tokens_of_qwen3() -> None:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(TOKENIZERS / "qwen3" / TOKENIZER_FILE))
-    format, thinking = TOOL_FORMATS_BY_NAME["hermes"], ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).thinking
-    assert ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).tools is format
+    format, thinking = (
+        TOOL_FORMATS_BY_NAME["hermes"],
+        ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).thinking_format,
+    )
+    assert ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).tool_format is format
     spelt = [id for part in ("a <tool", "_call> {} </", "think> b") for id in tokenizer.encode(part).ids]
     tokens = [tokenizer.token_to_id("<think>"), *tokenizer.encode("\n").ids, *spelt, tokenizer.token_to_id("</think>")]
     tokens += [*tokenizer.encode("\n\n").ids, *spelt, *tokenizer.encode(f"\n{format.write_calls(CALLS)}").ids]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ovspec.base.errors import PromptError
-from ovspec.text.infill import FileChunk, FimTokenIds, InfillPrompt, encode_infill, find_fim_tokens, trim_chunks
+from ovspec.text.infill import FileChunk, FimTokenIds, InfillPrompt, drop_first_chunks, encode_infill, find_fim_tokens
 from ovspec.text.tokenizer import Tokenizer
 
 FIRST = 0x200000  # above all characters, whose own ids are their numbers
@@ -120,7 +120,8 @@ def test_chunks_are_left_out_from_the_front() -> None:
 @pytest.mark.parametrize(("characters", "kept"), [(1e9, 2), (28, 2), (27, 1), (20, 0), (0, 0)])
 def test_chunks_that_can_never_fit_are_not_encoded(characters: float, kept: int) -> None:
     assert (
-        INFILL.needed_characters == 18 and trim_chunks(INFILL, characters).file_chunks == INFILL.file_chunks[2 - kept :]
+        INFILL.needed_characters == 18
+        and drop_first_chunks(INFILL, characters).file_chunks == INFILL.file_chunks[2 - kept :]
     )
 
 
@@ -159,6 +160,10 @@ def test_many_chunks_are_left_out_at_once() -> None:
     assert len(encode_infill(many, find_fim_tokens(vocabulary(*QWEN)), encode, [BOS], 100).ids) <= 100
     assert time.monotonic() - began < 20
     assert (
-        len(trim_chunks(replace(INFILL, file_chunks=(FileChunk(""),) * 9), INFILL.needed_characters + 8).file_chunks)
+        len(
+            drop_first_chunks(
+                replace(INFILL, file_chunks=(FileChunk(""),) * 9), INFILL.needed_characters + 8
+            ).file_chunks
+        )
         == 8
     )

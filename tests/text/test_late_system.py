@@ -62,7 +62,7 @@ def test_they_are_one_with_the_users_messages_beside_them() -> None:
 def test_a_first_system_message_stays_one() -> None:
     format = ChatFormat(ChatTemplate(TEMPLATES["qwen35"], SPECIAL))
     chat = chat_of("system user system")
-    assert format.render_prompt(chat).startswith(format.template.render(chat[:2], open=False)[:40])
+    assert format.render_prompt(chat).startswith(format.template.render(chat[:2], opens_answer=False)[:40])
     assert format.render_prompt(chat[:2]) == format.template.render(chat[:2])
 
 

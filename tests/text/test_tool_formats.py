@@ -194,7 +194,7 @@ def test_every_template_is_listed() -> None:
 @pytest.mark.parametrize("name", FOUND | OWN)
 def test_the_format_is_found(name: str) -> None:
     template, expected = template_of(name), (FOUND | OWN)[name]
-    assert ChatFormat(template).tools.name == expected.partition(":")[0]
+    assert ChatFormat(template).tool_format.name == expected.partition(":")[0]
     if expected == NO_TOOLS:
         assert not {"tools", "functions"} & template.variables
 
@@ -213,10 +213,10 @@ def test_prompts_with_calls_are_those_of_hugging_face(name: str) -> None:
     arguments = "text" if name.endswith("R1-Distill-Llama-8B") else "object"
     for text, thought in itertools.product(("", "I look."), ("", "Hm.")):
         chat = chat_of(calls, text, thought)
-        theirs = chat_for_template(format.tools.name, arguments, calls, text, thought)
+        theirs = chat_for_template(format.tool_format.name, arguments, calls, text, thought)
         given: dict[str, Any] = {"xml_tools" if name == "smollm3" else "tools": TOOLS}
         if "tools" not in template.variables:
-            theirs[0] = system(f"{theirs[0]['content']}\n\n{describe_tools(format.tools, TOOLS)}")
+            theirs[0] = system(f"{theirs[0]['content']}\n\n{describe_tools(format.tool_format, TOOLS)}")
             given = {}
         for more in ([], [answer("Rain."), user("Oh")]):
             prompt = format.render_prompt([*chat, *more], TOOLS)
@@ -230,9 +230,9 @@ def test_prompts_with_calls_are_those_of_hugging_face(name: str) -> None:
 def assert_calls_are_in(prompt: str, format: ChatFormat, calls: list[tuple[str, Any]]) -> None:
     """Check that a prompt has the calls as the format writes them."""
     prompt = prompt.replace("call00001", "0" * 9).replace("call00002", "0" * 9)
-    together = [calls] if format.tools.between_calls is not None else [[call] for call in calls]
+    together = [calls] if format.tool_format.between_calls is not None else [[call] for call in calls]
     for group in together:
-        assert any(format.tools.write_calls(group, way) in prompt for way in range(len(format.tools.calls)))
+        assert any(format.tool_format.write_calls(group, way) in prompt for way in range(len(format.tool_format.calls)))
 
 
 @needs_templates
@@ -244,8 +244,8 @@ def test_other_templates_are_told_of_tools_and_calls(name: str) -> None:
             format.render_prompt(chat, TOOLS)  # they have no chats without tools of their own kind
         return
     prompt = format.render_prompt(chat, TOOLS)
-    assert describe_tools(format.tools, TOOLS) in prompt
-    assert format.tools.write_calls(CALLS) in prompt
+    assert describe_tools(format.tool_format, TOOLS) in prompt
+    assert format.tool_format.write_calls(CALLS) in prompt
     assert "I look." in prompt
     assert "<tool_response>\n10\n</tool_response>\n<tool_response>\n20\n</tool_response>" in prompt
 
@@ -363,7 +363,7 @@ assert make_load_params({"tool_format": "example"}).tool_format == "example"
 assert "|example|" in CliRunner().invoke(cli, ["serve", "--help"]).output.replace("\\n", "").replace(" ", "")
 source = '''{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or () %}<call>{{ c.function.name }}|{{
 c.function.arguments | tojson }}</call>{{ "" if loop.last else "\\n" }}{% endfor %}{% endfor %}'''
-assert ChatFormat(ChatTemplate(source, {})).tools.name == "example"
+assert ChatFormat(ChatTemplate(source, {})).tool_format.name == "example"
 """
 
 

@@ -403,7 +403,7 @@ def encode_chat(chat: Chat, prompt_encoder: PromptEncoder) -> tuple[list[int], i
         index for index, message in enumerate(messages) if index and message["role"] == "assistant"
     )
     prompt_text = prompt_encoder.chat_format.render_prompt(messages[:first_answer_index], chat.tools)
-    chat_text = prompt_encoder.chat_format.render_prompt(messages, chat.tools, open=False)
+    chat_text = prompt_encoder.chat_format.render_prompt(messages, chat.tools, opens_answer=False)
     prompt_ids = encode(prompt_text, special=False).tolist()
     if chat_text.startswith(prompt_text):
         return [

@@ -41,7 +41,7 @@ class PoolWorker:
         return (
             bool(self.arithmetic)
             and len(self.running_groups) < GROUPS_IN_FLIGHT
-            and not any(group.deaths for group in self.running_groups)
+            and not any(group.worker_deaths for group in self.running_groups)
         )
 
 
@@ -172,8 +172,8 @@ class WorkerPool:
         activity = "answered with" if worker.arithmetic else "loaded"
         self._last_death = f"{death_description} while it {activity} {self._model_description}"
         for group in worker.running_groups:
-            group.deaths += 1
-            if group.deaths == 1:
+            group.worker_deaths += 1
+            if group.worker_deaths == 1:
                 self._interrupted_groups.append(group)
             elif len(group.requests) > 1:
                 self._interrupted_groups.extend(group.split_by_request())

@@ -39,7 +39,7 @@ class WorkerJob:
         description_words += [f"`{name}={value!r}`" for name, value in self.load_options.items() if value is not None]
         description_words.append(f"on {cpus} processor{'s' * (cpus > 1)}")
         if reference:
-            description_words.append(f"as {reference.kind}")
+            description_words.append(f"as {reference.computing_conditions}")
         return " ".join(description_words)
 
 
@@ -48,8 +48,8 @@ class ReferenceArithmetic:
     """The first worker's arithmetic, to which the others must be equal."""
 
     run_identity: str  # identifies the model and all options that change results
-    kind: str  # engine, properties, instruction set, OpenVINO's version, and the promise
-    bits: str  # a checksum of logits
+    computing_conditions: str  # engine, properties, instruction set, OpenVINO's version, and the promise
+    logits_checksum: str  # a checksum of logits
     profiles: list[str | None]  # of the models, in JSON
 
 
@@ -86,10 +86,10 @@ class Worker:
         )
         arithmetic = ", draft: ".join(arithmetics)
         logits_checksums = ", draft: ".join(checksums)
-        if reference and logits_checksums != reference.bits and not job.mixed:
+        if reference and logits_checksums != reference.logits_checksum and not job.mixed:
             raise OvspecError(
                 f"The worker on {platform.node()} computes other bits ({arithmetic}) than the first one "
-                f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
+                f"({reference.computing_conditions}). Leave it out, or let it take part with `mixed=True`."
             )
         profiles = [read_profile_json(folder, device_options) for folder in folders]
         return ReferenceArithmetic(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)

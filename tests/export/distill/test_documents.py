@@ -366,7 +366,7 @@ def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: P
         [index] = [index for index, text in enumerate(answers) if text.strip() in after]
         assert asked[index][0]["content"].strip() in before
         assert "Bye." in after
-    prompt, whole = (model.chat_format.render_prompt(chats[0][:end], open=end == 1) for end in (1, 4))
+    prompt, whole = (model.chat_format.render_prompt(chats[0][:end], opens_answer=end == 1) for end in (1, 4))
     if whole.startswith(prompt):
         assert not unmatched(found, asked, model)
         for off in (-1, 1):
@@ -415,7 +415,9 @@ def test_of_a_long_chat_the_answers_are_kept(prompts: PromptEncoder, tmp_path: P
     found = make_user_documents(chats_in(tmp_path, [[user(short), answer(long)]]), prompts, SeenRuns())
     assert len(found) > 2
     assert sorted(document.answer for document in found)[-2:] == [0, len(prompts.encode([user(short)]))]
-    total = len(prompts.tokenizer.encode(prompts.chat_format.render_prompt([user(short), answer(long)], open=False)))
+    total = len(
+        prompts.tokenizer.encode(prompts.chat_format.render_prompt([user(short), answer(long)], opens_answer=False))
+    )
     assert sum(len(document.ids) for document in found) == total
 
 
