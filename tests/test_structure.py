@@ -76,7 +76,7 @@ def test_the_road_of_a_command_is_the_one_in_the_docs(
     road = Road(inspect.unwrap(generate.callback))
     arguments = [str(ROOT / "models" / "demo"), "def fib(", "--max-tokens", "8"]
     assert CliRunner().invoke(generate, arguments).exit_code == 0
-    made = counted(monkeypatch, checks, "check_option_combinations")
+    made = counted(monkeypatch, checks, "check_param_combinations")
     assert CliRunner().invoke(generate, arguments).exit_code == 0
     assert len(made) == 1, "params are made once"
     sys.setprofile(road.note)
@@ -122,7 +122,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.Monkey
         asyncio.run(ask())
         with monkeypatch.context() as counting:
             made, hops = (
-                counted(counting, requests, "check_option_combinations"),
+                counted(counting, requests, "check_param_combinations"),
                 counted(counting, WorkerThreads, "run_in_thread"),
             )
             asyncio.run(ask())

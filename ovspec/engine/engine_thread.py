@@ -152,7 +152,7 @@ class EngineThread:
             rows = row_maker.make_rows(prompt_ids, params, memory_reserved=True)
             batch_limits = BatchLimits(row_count, prefill_budget=self._prefill_budget)
             scheduler = Scheduler(self._decoders.target, drafter, lookahead, rows, batch_limits)
-            while scheduler.step():
+            while scheduler.run_next_round():
                 pass
             scheduler.reset_decoders()
 
@@ -229,7 +229,7 @@ class EngineThread:
                 if self._tasks:
                     self._advance_task(self._tasks[0])
                 if self._jobs:
-                    self._step_batch()
+                    self._run_batch_round()
             except BaseException as error:  # whatever it is, the thread lives; a panic in Rust is no Exception
                 row_numbers = self._scheduler.running_row_numbers
                 running_jobs = {self._jobs[row_number][0] for row_number in row_numbers if row_number in self._jobs}
@@ -268,8 +268,8 @@ class EngineThread:
         self._tasks.remove(task)
         self._scheduler.queue.reserved_tokens = 0
 
-    def _step_batch(self) -> None:
-        pieces = self._scheduler.step() or []
+    def _run_batch_round(self) -> None:
+        pieces = self._scheduler.run_next_round() or []
         self.on_round(pieces, self._scheduler.last_outcome.proposals if self._scheduler.last_outcome else [])
         job_pieces: dict[Job, list[tuple[int, Piece]]] = {}
         job_errors: dict[Job, OvspecError] = {}

@@ -65,7 +65,7 @@ class PrefillBudget:
             return 0.0
         return max(0.0, self._remaining_ms(load) - unread_tokens * self._token_ms)
 
-    def count_prompt_tokens(self, load: RoundLoad, drafting_ms: float = 0.0) -> int:
+    def choose_prompt_token_count(self, load: RoundLoad, drafting_ms: float = 0.0) -> int:
         """Return how many tokens of prompts the next round reads, if proposing took ``drafting_ms``."""
         if self._fixed_tokens or not load.generating_rows:
             return self._fixed_tokens or MAX_PROMPT_TOKENS

@@ -85,7 +85,7 @@ def run_round(
     unseen_chunks = unseen_by_row
     if prefill_budget:
         round_load = measure_round_load(unseen_by_row, proposals)
-        prompt_tokens = prefill_budget.count_prompt_tokens(round_load, 1e3 * (drafting_end - drafting_start))
+        prompt_tokens = prefill_budget.choose_prompt_token_count(round_load, 1e3 * (drafting_end - drafting_start))
         unseen_chunks = choose_prefill_chunks(target, unseen_by_row, prompt_tokens)
     elif len(rows) > 1:
         unseen_chunks = choose_prefill_chunks(target, unseen_by_row)
@@ -143,7 +143,7 @@ def commit_forced_tokens(row: RowToDraft) -> RowOutcome:
 
 
 def row_after_forced_tokens(row: RowToDraft, outcome: RowOutcome) -> RowToDraft:
-    """Return the row's step after its forced tokens."""
+    """Return ``row`` with the budget that its forced tokens leave."""
     return row._replace(
         budget=row.budget - outcome.forced_count, drafters_may_propose=row.drafters_may_propose and not outcome.ended
     )

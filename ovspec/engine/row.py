@@ -153,8 +153,8 @@ class Row:
             self._context_length = min(self._context_length, max_length)
             self._record_max_tokens(max_length - self.prompt_length)
 
-    def row_step(self) -> RowToDraft:
-        """Return the row's step for the next round. Before the first token, which must not wait, nothing is drafted."""
+    def make_row_to_draft(self) -> RowToDraft:
+        """Return this row for the next round. Before the first token, which must not wait, nothing is drafted."""
         budget = self.max_length - len(self.sequence)
         draft_limits = NO_DRAFTING if self.prefill_only else self.draft_limits
         return RowToDraft(self.sequence, self.sampler, budget, self.stats.rounds > 0, draft_limits)

@@ -31,7 +31,7 @@ class Schedulable(Protocol):
     finish_reason: FinishReason | None
     max_length: int  # tokens that the text may grow to
 
-    def row_step(self) -> RowToDraft: ...
+    def make_row_to_draft(self) -> RowToDraft: ...
 
     def add_outcome(self, outcome: RowOutcome) -> Piece: ...
 
@@ -86,7 +86,7 @@ class WaitingQueue:
     def remove_row(self, number: int) -> Schedulable | None:
         return self._waiting_rows.pop(number, None)
 
-    def count_free_tokens(self, batch: list[Schedulable]) -> float:
+    def count_tokens_that_fit(self, batch: list[Schedulable]) -> float:
         """Return the number of tokens that fit into memory besides ``batch``; negative if too many are reserved."""
         return self._limits.max_tokens - self.reserved_tokens - sum([row.max_length for row in batch])
 
@@ -95,7 +95,7 @@ class WaitingQueue:
 
         A row waits while another prompt with the same prefix is being read, because it can continue from there.
         """
-        free_tokens = self.count_free_tokens(batch)
+        free_tokens = self.count_tokens_that_fit(batch)
         prefilling_sequences = [row.sequence for row in batch if not row.stats.rounds]
         cached_sequences = [row.sequence for row in batch if row.stats.rounds]
         admitted_rows: list[tuple[int, Schedulable]] = []
@@ -146,7 +146,7 @@ class Scheduler:
         self._running_rows: list[RunningRow] = []
         self._initial_decoder_rows = list(range(len(target.rows)))  # the decoders' rows for the first of ``rows``
 
-    def step(self) -> list[tuple[int, Piece]] | None:
+    def run_next_round(self) -> list[tuple[int, Piece]] | None:
         """Run one round; return (number, piece) for each row, or None if no row is left."""
         if len(self._running_rows) < self._limits.max_rows:
             for number, row in self.queue.admit_rows([running_row.row for running_row in self._running_rows]):
@@ -155,26 +155,26 @@ class Scheduler:
         if not self._running_rows:
             return None
         self._reorder_decoders()
-        row_steps = [running_row.row.row_step() for running_row in self._running_rows]
-        lengths_before = [len(row_step.sequence) for row_step in row_steps]
+        rows_to_draft = [running_row.row.make_row_to_draft() for running_row in self._running_rows]
+        lengths_before = [len(row_to_draft.sequence) for row_to_draft in rows_to_draft]
         try:
             outcomes, self.last_outcome = run_round(
-                self._target, self._drafter, self._lookahead, row_steps, self._limits.prefill_budget
+                self._target, self._drafter, self._lookahead, rows_to_draft, self._limits.prefill_budget
             )
             for outcome in outcomes:
                 if outcome.error and not isinstance(outcome.error, self._limits.isolated_errors):
                     raise outcome.error
         except BaseException:
             # Undo the failed round's commits.
-            for row_step, length_before in zip(row_steps, lengths_before, strict=True):
-                row_step.sequence.rewind(length_before)
+            for row_to_draft, length_before in zip(rows_to_draft, lengths_before, strict=True):
+                row_to_draft.sequence.rewind(length_before)
             raise
         if self.last_outcome:
             self._learn_from_round(self.last_outcome)
         pieces = [
-            (running_row.number, self._make_piece(running_row, row_step, outcome, length_before))
-            for running_row, row_step, outcome, length_before in zip(
-                self._running_rows, row_steps, outcomes, lengths_before, strict=True
+            (running_row.number, self._make_piece(running_row, row_to_draft, outcome, length_before))
+            for running_row, row_to_draft, outcome, length_before in zip(
+                self._running_rows, rows_to_draft, outcomes, lengths_before, strict=True
             )
         ]
         for running_row in self._running_rows:
@@ -184,11 +184,11 @@ class Scheduler:
         return pieces
 
     def _make_piece(
-        self, running_row: RunningRow, row_step: RowToDraft, outcome: RowOutcome, length_before: int
+        self, running_row: RunningRow, row_to_draft: RowToDraft, outcome: RowOutcome, length_before: int
     ) -> Piece:
         """Return a row's piece of text from its round; the last one if its constraints fail or take too long."""
         error = outcome.error
-        constraint_seconds = row_step.sampler.stopwatch.restart()
+        constraint_seconds = row_to_draft.sampler.stopwatch.restart()
         if constraint_seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
             running_row.slow_seconds += constraint_seconds
             if running_row.slow_seconds > self._limits.max_constraint_seconds and not error:
@@ -202,7 +202,7 @@ class Scheduler:
                 if not self._limits.isolated_errors:
                     raise
                 error = failure
-        row_step.sequence.rewind(length_before)  # undo the round's commits
+        row_to_draft.sequence.rewind(length_before)  # undo the round's commits
         return running_row.row.fail(error)
 
     def _reorder_decoders(self) -> None:
@@ -227,8 +227,8 @@ class Scheduler:
 
     @property
     def free_token_count(self) -> float:
-        """The number of tokens that fit into memory besides the batch; see ``WaitingQueue.count_free_tokens``."""
-        return self.queue.count_free_tokens([running_row.row for running_row in self._running_rows])
+        """The number of tokens that fit into memory besides the batch; see ``WaitingQueue.count_tokens_that_fit``."""
+        return self.queue.count_tokens_that_fit([running_row.row for running_row in self._running_rows])
 
     @property
     def running_row_numbers(self) -> list[int]:
@@ -281,7 +281,7 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
         while True:
             interrupts.delaying = True
             try:
-                pieces = scheduler.step()
+                pieces = scheduler.run_next_round()
             except KeyboardInterrupt:  # also one that another stream holds back, or that a user's function raises
                 pieces = []
                 interrupts.ctrl_c_pressed = True

@@ -69,7 +69,7 @@ class Branch:
         self.sequence = sequence
         self.known_logits: dict[int, np.ndarray] = {}
         self.stats = Stats()
-        self.next_step = RowToDraft(sequence, PassiveSampler(), 1)
+        self.next_row_to_draft = RowToDraft(sequence, PassiveSampler(), 1)
         self.last_outcome = RowOutcome()
         drafter = decoders.drafter if has_drafter else None
         # The lookahead learns from a round when the text has gone on.
@@ -80,8 +80,8 @@ class Branch:
         """The tokens that the target holds."""
         return self.decoders.target.rows[0]
 
-    def row_step(self) -> RowToDraft:
-        return self.next_step
+    def make_row_to_draft(self) -> RowToDraft:
+        return self.next_row_to_draft
 
     def add_outcome(self, outcome: RowOutcome) -> Piece:
         self.last_outcome = outcome
@@ -230,7 +230,7 @@ class BranchPool:
             expected_tokens = min(expected_tokens, context_length - text_length)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         logits_rows = MAX_LOGITS_ROWS if all_new_positions or not is_prefill else 1
-        branch.next_step = RowToDraft(
+        branch.next_row_to_draft = RowToDraft(
             sequence, PassiveSampler(), 1 + expected_tokens, not is_prefill, logits_rows=logits_rows
         )
         self._run_round(branch)
@@ -267,7 +267,7 @@ class BranchPool:
         drafter = branch.decoders.drafter
         target_seconds = target.seconds
         draft_seconds = drafter.seconds if drafter else 0.0
-        branch.scheduler.step()
+        branch.scheduler.run_next_round()
         counts.inferences += 1
         counts.read += branch.last_outcome.read_count
         counts.target_ms += 1e3 * (target.seconds - target_seconds)

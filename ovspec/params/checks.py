@@ -32,10 +32,10 @@ def make_params(options: Mapping[str, OptionValue]) -> Params:
     if option_values.pop("sampling", None):
         sampling_names = GENERATE_OPTIONS.keys() - {"sampling"} if isinstance(sampling, Params) else SAMPLING_OPTIONS
         option_values = {name: getattr(sampling, name) for name in sampling_names} | option_values
-    return check_option_combinations(Params(**option_values))
+    return check_param_combinations(Params(**option_values))
 
 
-def check_option_combinations(params: Params) -> Params:
+def check_param_combinations(params: Params) -> Params:
     """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
     if params.conflict_message:
         raise OvspecError(params.conflict_message)

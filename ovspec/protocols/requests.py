@@ -9,7 +9,7 @@ from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.engine.prompts import Prompt, is_nonempty_prompt_list
 from ovspec.params import Params
-from ovspec.params.checks import check_option_combinations
+from ovspec.params.checks import check_param_combinations
 from ovspec.params.generation import DEFAULT_PARAMS, GRAMMAR_OPTIONS, SCHEMA_OPTIONS
 from ovspec.params.option import make_did_you_mean
 from ovspec.params.sampling import TRUNCATING_OPTIONS
@@ -72,7 +72,7 @@ class Overrides:
         if values.get("temperature") == 0:
             unset_options += TRUNCATING_OPTIONS
         with self.errors_with_client_names():
-            return check_option_combinations(
+            return check_param_combinations(
                 replace(defaults, **({option: getattr(DEFAULT_PARAMS, option) for option in unset_options} | values))
             )
 

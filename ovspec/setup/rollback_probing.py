@@ -93,7 +93,7 @@ def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
 def find_working_copy_modes(ir: CompiledIR, rollback: RollbackMethod) -> StateCopies:
     """Return which infer requests continue correctly with copied states; see ``RollbackMethod``."""
     for copy_mode in list_copy_modes(ir):
-        if continues_like_clean_run(ir, replace(rollback, copies=copy_mode)):
+        if copies_continue_like_clean_run(ir, replace(rollback, copies=copy_mode)):
             return copy_mode
     return None
 
@@ -106,7 +106,7 @@ def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
     return ("any", "run") if ir.device == "CPU" else ("run",)
 
 
-def continues_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
+def copies_continue_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
     """Return whether compacted rows, and a new request with their states, go on like a clean run."""
     text_ids, junk_ids = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
     tail_ids = text_ids[10:]

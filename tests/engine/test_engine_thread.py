@@ -378,14 +378,14 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
         return 20 + 3 * load.generating_rows + per_token * (load.catch_up_tokens + load.proposed_tokens + read)
 
     prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
-    assert prefill_budget.count_prompt_tokens(RoundLoad(0, 8)) == MAX_PROMPT_TOKENS
+    assert prefill_budget.choose_prompt_token_count(RoundLoad(0, 8)) == MAX_PROMPT_TOKENS
     for rows in range(1, 9):
         for _ in range(20):
             prefill_budget.learn_costs(RoundLoad(rows), 0, ms(RoundLoad(rows), 0))
     for generating in range(1, 9):
         load, most, read = RoundLoad(generating, 8 - generating), MAX_SLOWDOWN * ms(RoundLoad(8), 0), 0
         for _ in range(80):
-            read = prefill_budget.count_prompt_tokens(load)
+            read = prefill_budget.choose_prompt_token_count(load)
             prefill_budget.learn_costs(load, read, ms(load, read))
         assert (
             read in (MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
@@ -393,7 +393,7 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
         )
         assert read == MIN_PROMPT_TOKENS or ms(load, read) <= most + 1
         busy = replace(load, proposed_tokens=8)
-        assert prefill_budget.count_prompt_tokens(busy, drafting_ms=5.0) < read or read in (
+        assert prefill_budget.choose_prompt_token_count(busy, drafting_ms=5.0) < read or read in (
             MIN_PROMPT_TOKENS,
             MAX_PROMPT_TOKENS,
         )
@@ -404,7 +404,7 @@ def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
     widths = set()
     for number in range(40):
         load = RoundLoad(4 + number % 2, 4 - number % 2)
-        read = prefill_budget.count_prompt_tokens(load, drafting_ms=0.1 * (number % 3))
+        read = prefill_budget.choose_prompt_token_count(load, drafting_ms=0.1 * (number % 3))
         prefill_budget.learn_costs(load, read, 20 + load.generating_rows + read + 0.1 * (number % 5))
         widths.add(load.non_prompt_tokens + read)
     assert len(widths) < 5
@@ -413,12 +413,12 @@ def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
 def test_the_ends_of_prompts_count_as_reading() -> None:
     prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
     assert (
-        prefill_budget.count_prompt_tokens(RoundLoad(2, 1))
+        prefill_budget.choose_prompt_token_count(RoundLoad(2, 1))
         == MIN_PROMPT_TOKENS
-        > prefill_budget.count_prompt_tokens(RoundLoad(2, 1, catch_up_tokens=MIN_PROMPT_TOKENS - 3))
+        > prefill_budget.choose_prompt_token_count(RoundLoad(2, 1, catch_up_tokens=MIN_PROMPT_TOKENS - 3))
         == 3
     )
-    assert prefill_budget.count_prompt_tokens(RoundLoad(2, 1, catch_up_tokens=30)) == MIN_JOINING_TOKENS
+    assert prefill_budget.choose_prompt_token_count(RoundLoad(2, 1, catch_up_tokens=30)) == MIN_JOINING_TOKENS
 
 
 def test_proposals_give_way_to_prompts() -> None:
@@ -439,7 +439,7 @@ def test_proposals_give_way_to_prompts() -> None:
     rooms = [
         PrefillBudget(
             InferenceCosts({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False
-        ).count_prompt_tokens(RoundLoad(4, 1, 0, proposed))
+        ).choose_prompt_token_count(RoundLoad(4, 1, 0, proposed))
         for proposed in (0, 20, 40)
     ]
     assert rooms[0] > rooms[1] > rooms[2], "what is proposed takes time that prompts could have"

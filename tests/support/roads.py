@@ -48,7 +48,7 @@ class Road:
         code = frame.f_code
         self._begun = self._begun or code is self.first.__code__
         if self._begun and event == "call" and (self.scheduled or not getattr(self._inside, "scheduler", False)):
-            self._rounds = self._rounds or code is Scheduler.step.__code__
+            self._rounds = self._rounds or code is Scheduler.run_next_round.__code__
             if self._counts(code):
                 self._called.add(code)
                 file = Path(code.co_filename).relative_to(HOME).as_posix()
@@ -62,7 +62,9 @@ class Road:
         return named and code not in self._values and not (self._rounds and code in self._called)
 
 
-SCHEDULING = {function.__code__ for function in (Scheduler.step, Scheduler.remove_rows, Scheduler.reset_decoders)}
+SCHEDULING = {
+    function.__code__ for function in (Scheduler.run_next_round, Scheduler.remove_rows, Scheduler.reset_decoders)
+}
 
 
 def codes_of_properties() -> set[CodeType]:

@@ -385,7 +385,7 @@ class TextWriter:
                     new_text = self._start_text()
                     self._running_texts[scheduler.queue.add_row(new_text.row)] = new_text
                 step_began = time.monotonic()
-                pieces = scheduler.step() or []
+                pieces = scheduler.run_next_round() or []
                 now = time.monotonic()
                 step_row_seconds.append((now - step_began) / max(1, len(pieces)))
                 row_count = int(min(max_rows, max(MIN_ROWS, seconds / INTENDED_ROUNDS / median(step_row_seconds))))
