@@ -32,7 +32,7 @@ REPORT_ADVICE = "a wrong IR is not kept, so please report the name of this model
 TIED_POSITION_SHARE = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
 
 
-def check_agreement(model: PreTrainedModel, folder: Path, tolerance: float = LOGITS_TOLERANCE) -> None:
+def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: float = LOGITS_TOLERANCE) -> None:
     """Raise OvspecError if the IR in ``folder`` computes other logits than ``model``.
 
     Both compute in f32: a text alone, and with its first two thirds in a ragged batch. Its last tokens are fed one by

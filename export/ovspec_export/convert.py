@@ -313,7 +313,7 @@ def estimate_disk_space(source: Source, compression: Compression) -> float:
     checkpoint_bytes = 0  # written first
     if isinstance(source, GgufSource):
         checkpoint_bytes = source.parameter_count * (4 if compression.weight_format == "fp32" else 2)
-    elif source.holds_text_model:
+    elif source.has_non_text_parts:
         checkpoint_bytes = source.size_in_bytes
     return 1.05 * (final_bytes + source.parameter_count * 4 * bool(passes_through_fp32)) + checkpoint_bytes + 20e6
 

@@ -82,7 +82,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
         OvspecError: the lm_head isn't found, or its weights are made in an unknown way.
     """
     try:
-        model = read_trimmed_model(folder, ids)
+        model = read_and_trim_model(folder, ids)
     except ValueError as error:
         raise OvspecError(f"{name}: its vocabulary can't be trimmed, because {error}; choose another draft.") from None
     write_target_ids(model, ids)
@@ -92,7 +92,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
         (folder / f"trimmed{suffix}").replace((folder / MODEL_FILE).with_suffix(suffix))
 
 
-def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
+def read_and_trim_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
     model = read_openvino_model(folder)
     # The embedding may have the lm_head's weights, so the rows come from a second reading.

@@ -115,4 +115,4 @@ def ensure_readable_checkpoint(source: Source, folder: Path, weight_format: str)
     """Return a source that optimum can read: the same, or a checkpoint that is written into ``folder``."""
     if isinstance(source, GgufSource):
         return write_gguf_checkpoint(source, folder, weight_format)
-    return extract_text_model(source, folder) if source.holds_text_model else source
+    return extract_text_model(source, folder) if source.has_non_text_parts else source

@@ -18,7 +18,7 @@ from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import format_size, show_step
 from ovspec_export import convert
 from ovspec_export.gguf_config import build_generation_config
-from ovspec_export.gguf_file import GgufFile
+from ovspec_export.gguf_file import GgufHeaders
 from ovspec_export.gguf_tokenizer import read_end_ids
 from ovspec_export.sources import GgufSource, Source
 from ovspec_export.tokenizers import load_tokenizer
@@ -48,7 +48,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
         write_json_file(folder / "config.json", source.config | {"dtype": dtype})
         write_json_file(
             folder / "generation_config.json",
-            build_generation_config(source.gguf_file, read_end_ids(source.gguf_file.metadata)),
+            build_generation_config(source.gguf_headers, read_end_ids(source.gguf_headers.metadata)),
         )
         paths = {"gguf_file": str(source.path.absolute()), "folder": str(folder)}
         convert.run_worker_job("unpack_gguf_weights", source, folder, None, **paths, dtype=dtype)
@@ -59,14 +59,16 @@ def choose_weight_dtype(source: GgufSource, weight_format: str) -> str:
     """Return the type of the unpacked weights; f16 holds quantised weights to a part in 2,000."""
     if weight_format == "fp32":
         return "float32"
-    return "bfloat16" if any(info.ggml_type == GGML_BF16 for info in source.gguf_file.tensors.values()) else "float16"
+    return (
+        "bfloat16" if any(info.ggml_type == GGML_BF16 for info in source.gguf_headers.tensors.values()) else "float16"
+    )
 
 
 def write_json_file(file: Path, entries: JsonObject) -> None:
     file.write_text(json.dumps(entries, indent=2), encoding="utf-8", newline="\n")
 
 
-def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
+def write_gguf_weights(headers: GgufHeaders, folder: Path, dtype: str) -> None:
     """Write the tensors of a GGUF file beside the config.json in ``folder``, and the class of its model into that.
 
     Raises:
@@ -82,7 +84,7 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
         model = AutoModelForCausalLM.from_config(config)
     config_file = folder / "config.json"
     write_json_file(config_file, read_json(config_file) | {"architectures": [type(model).__name__]})
-    processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+    processor = TENSOR_PROCESSORS.get(headers.architecture, TensorProcessor)(config=config.to_dict())
     hf_names = get_gguf_hf_weights_map(model, processor)
     hf_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
     shard_names: dict[str, str] = {}  # by the tensor's name
@@ -95,10 +97,10 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
         shard_names.update(dict.fromkeys(tensors, shard_name))
         tensors.clear()
 
-    numbered_names = sorted((parse_layer_number(name), name) for name in file.tensors if name not in CONFIG_TENSORS)
+    numbered_names = sorted((parse_layer_number(name), name) for name in headers.tensors if name not in CONFIG_TENSORS)
     for _, layer_entries in groupby(numbered_names, key=lambda entry: entry[0]):
         for _, name in layer_entries:
-            convert_gguf_tensor(file, name, processor, hf_names, hf_shapes, tensors)
+            convert_gguf_tensor(headers, name, processor, hf_names, hf_shapes, tensors)
         tensors.update({name: weights.to(getattr(torch, dtype)) for name, weights in tensors.items()})
         if sum(weights.nbytes for weights in tensors.values()) > SHARD_BYTES:
             write_weight_shard()
@@ -111,7 +113,7 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
 
 
 def convert_gguf_tensor(
-    file: GgufFile,
+    headers: GgufHeaders,
     name: str,
     processor: TensorProcessor,
     hf_names: dict[str, str],
@@ -123,13 +125,17 @@ def convert_gguf_tensor(
 
     processor_options = {"tensor_key_mapping": hf_names, "parsed_parameters": {"tensors": tensors}}
     try:
-        processed_tensor = processor.process(weights=file.tensors[name].read_values(), name=name, **processor_options)
+        processed_tensor = processor.process(
+            weights=headers.tensors[name].read_values(), name=name, **processor_options
+        )
     except (KeyError, ValueError) as error:
-        raise OvspecError(f"{file.path}: its tensor {name} can't be converted ({error}).") from None
+        raise OvspecError(f"{headers.path}: its tensor {name} can't be converted ({error}).") from None
     if processed_tensor.name is None:  # already in ``tensors``
         return
     if processed_tensor.name not in hf_names:
-        raise OvspecError(f"{file.path}: its tensor {name} has no place in a model of the family {file.architecture}.")
+        raise OvspecError(
+            f"{headers.path}: its tensor {name} has no place in a model of the family {headers.architecture}."
+        )
     weights = np.array(processed_tensor.weights, np.float32)
     shape = hf_shapes.get(hf_names[processed_tensor.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:

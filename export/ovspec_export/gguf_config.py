@@ -15,7 +15,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec_export.gguf_file import CHECKPOINT_ADVICE, GgufFile
+from ovspec_export.gguf_file import CHECKPOINT_ADVICE, GgufHeaders
 
 # Entry of the metadata, without the architecture's name -> entry of config.json.
 COMMON_KEYS = {
@@ -72,39 +72,39 @@ class GgufArchitecture:
 
     model_type: str
     config_keys: dict[str, str] = field(default_factory=dict)
-    derive_entries: Callable[[GgufFile, JsonObject], JsonObject] = lambda *_: {}
+    derive_entries: Callable[[GgufHeaders, JsonObject], JsonObject] = lambda *_: {}
     rotates_whole_heads: bool = True
 
 
-def derive_llama_entries(file: GgufFile, config: JsonObject) -> JsonObject:
-    head_width = config.get("head_dim") or file.get_architecture_entry("rope.dimension_count")
+def derive_llama_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
+    head_width = config.get("head_dim") or headers.get_architecture_entry("rope.dimension_count")
     return {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in headers.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in headers.tensors,
         "head_dim": head_width or compute_head_width(config),
     }
 
 
-def derive_qwen2_moe_entries(file: GgufFile, config: JsonObject) -> JsonObject:
-    shared_width = file.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+def derive_qwen2_moe_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
+    shared_width = headers.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
     return {
-        "moe_intermediate_size": file.tensors["blk.0.ffn_gate_exps.weight"].shape[1],
+        "moe_intermediate_size": headers.tensors["blk.0.ffn_gate_exps.weight"].shape[1],
         "shared_expert_intermediate_size": shared_width,
         "intermediate_size": config.get("intermediate_size") or shared_width,
     }
 
 
-def derive_phi3_entries(file: GgufFile, config: JsonObject) -> JsonObject:
+def derive_phi3_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     return {
-        "original_max_position_embeddings": file.get_architecture_entry("rope.scaling.original_context_length"),
-        "partial_rotary_factor": file.get_architecture_entry("rope.dimension_count") / compute_head_width(config),
-        "sliding_window": file.get_architecture_entry("attention.sliding_window") or None,
+        "original_max_position_embeddings": headers.get_architecture_entry("rope.scaling.original_context_length"),
+        "partial_rotary_factor": headers.get_architecture_entry("rope.dimension_count") / compute_head_width(config),
+        "sliding_window": headers.get_architecture_entry("attention.sliding_window") or None,
     }
 
 
-def derive_gemma_entries(file: GgufFile, config: JsonObject) -> JsonObject:
+def derive_gemma_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     # Only the 27B models divide by another width than that of a head; llama.cpp knows them by their layers, too.
-    largest_layer_count, rope_base = {"gemma2": (46, 1e4), "gemma3": (62, 1e6)}[file.architecture]
+    largest_layer_count, rope_base = {"gemma2": (46, 1e4), "gemma3": (62, 1e6)}[headers.architecture]
     if config["num_hidden_layers"] == largest_layer_count:
         attention_scalar = config["hidden_size"] // config["num_attention_heads"]
     else:
@@ -112,16 +112,16 @@ def derive_gemma_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     return {"query_pre_attn_scalar": attention_scalar, "rope_theta": config.get("rope_theta", rope_base)}
 
 
-def derive_stablelm_entries(file: GgufFile, config: JsonObject) -> JsonObject:
+def derive_stablelm_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     return {
-        "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
-        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "partial_rotary_factor": file.get_architecture_entry("rope.dimension_count") / compute_head_width(config),
+        "use_qkv_bias": "blk.0.attn_q.bias" in headers.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in headers.tensors,
+        "partial_rotary_factor": headers.get_architecture_entry("rope.dimension_count") / compute_head_width(config),
         "rope_theta": config.get("rope_theta", 1e4),
     }
 
 
-def derive_lfm2_entries(_file: GgufFile, config: JsonObject) -> JsonObject:
+def derive_lfm2_entries(_headers: GgufHeaders, config: JsonObject) -> JsonObject:
     head_counts = config["num_key_value_heads"]  # 0 in a layer with a convolution
     return {
         "num_key_value_heads": max(head_counts),
@@ -162,7 +162,7 @@ GGUF_ARCHITECTURES = {
     "starcoder2": GgufArchitecture(
         "starcoder2",
         {"attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"},
-        lambda file, _: {"use_bias": "blk.0.attn_q.bias" in file.tensors},
+        lambda headers, _: {"use_bias": "blk.0.attn_q.bias" in headers.tensors},
     ),
     "stablelm": GgufArchitecture(
         "stablelm",
@@ -178,63 +178,63 @@ GGUF_ARCHITECTURES = {
 }
 
 
-def build_config(file: GgufFile) -> JsonObject:
+def build_config(headers: GgufHeaders) -> JsonObject:
     """Return the entries of config.json for the model in a GGUF file.
 
     Raises:
         OvspecError: the family isn't known, the file holds something else than a language model, or its metadata has
             an entry that isn't understood.
     """
-    check_model_kind(file)
-    architecture = GGUF_ARCHITECTURES[file.architecture]
+    check_model_kind(headers)
+    architecture = GGUF_ARCHITECTURES[headers.architecture]
     config_keys = COMMON_KEYS | architecture.config_keys
-    key_prefix = f"{file.architecture}."
+    key_prefix = f"{headers.architecture}."
     architecture_entries = {
-        key.removeprefix(key_prefix): entry for key, entry in file.metadata.items() if key.startswith(key_prefix)
+        key.removeprefix(key_prefix): entry for key, entry in headers.metadata.items() if key.startswith(key_prefix)
     }
     unknown_keys = sorted(
         key for key in architecture_entries if key not in config_keys and not KEYS_READ_ELSEWHERE.fullmatch(key)
     )
     if unknown_keys:
         problem = f"{key_prefix}{unknown_keys[0]}, which ovspec doesn't understand, so the model could come out wrong"
-        raise OvspecError(f"{file.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
+        raise OvspecError(f"{headers.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
     try:
         config = {config_keys[key]: entry for key, entry in architecture_entries.items() if key in config_keys}
-        config |= architecture.derive_entries(file, config)
+        config |= architecture.derive_entries(headers, config)
         rotated_width = architecture_entries.get("rope.dimension_count")
         if architecture.rotates_whole_heads and rotated_width not in (None, compute_head_width(config)):
             raise ValueError(f"{rotated_width} values of a head are rotated")
-        config |= {"vocab_size": file.tensors["token_embd.weight"].shape[0]}
-        token_count = len(file.metadata.get("tokenizer.ggml.tokens", []))
+        config |= {"vocab_size": headers.tensors["token_embd.weight"].shape[0]}
+        token_count = len(headers.metadata.get("tokenizer.ggml.tokens", []))
         if token_count > config["vocab_size"]:
             raise ValueError(f"{token_count} tokens, but weights for {config['vocab_size']}")
-        config |= {"tie_word_embeddings": "output.weight" not in file.tensors}
-        config |= read_rope_scaling(file, config)
+        config |= {"tie_word_embeddings": "output.weight" not in headers.tensors}
+        config |= read_rope_scaling(headers, config)
         role_token_ids = {
-            name: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()
+            name: headers.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
         problem = f"incomplete or not understood ({error})"
-        raise OvspecError(f"{file.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
+        raise OvspecError(f"{headers.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
     known_entries = {name: entry for name, entry in config.items() if entry is not None}
     # All ids are written, as a family's default for a token would be another's.
     return known_entries | role_token_ids | {"model_type": architecture.model_type}
 
 
-def check_model_kind(file: GgufFile) -> None:
+def check_model_kind(headers: GgufHeaders) -> None:
     """Raise OvspecError if the file holds no language model, or a model of an unknown family."""
-    model_kind = str(file.metadata.get("general.type") or "model")
-    advice = PARTIAL_MODEL_KINDS.get("mmproj" if file.architecture == "clip" else model_kind)
+    model_kind = str(headers.metadata.get("general.type") or "model")
+    advice = PARTIAL_MODEL_KINDS.get("mmproj" if headers.architecture == "clip" else model_kind)
     if advice:
-        raise OvspecError(f"{file.path}: holds {advice}.")
+        raise OvspecError(f"{headers.path}: holds {advice}.")
     is_embedding = (
-        file.get_architecture_entry("pooling_type") or file.get_architecture_entry("attention.causal") is False
+        headers.get_architecture_entry("pooling_type") or headers.get_architecture_entry("attention.causal") is False
     )
-    if is_embedding or re.search("bert|embedding|encoder", file.architecture):
-        raise OvspecError(f"{file.path}: holds an embedding model; only models that generate text can be exported.")
-    if file.architecture not in GGUF_ARCHITECTURES:
-        problem = f"{file.architecture!r}, and ovspec reads only {', '.join(GGUF_ARCHITECTURES)} from GGUF files"
-        raise OvspecError(f"{file.path}: its architecture is {problem}; {CHECKPOINT_ADVICE}.")
+    if is_embedding or re.search("bert|embedding|encoder", headers.architecture):
+        raise OvspecError(f"{headers.path}: holds an embedding model; only models that generate text can be exported.")
+    if headers.architecture not in GGUF_ARCHITECTURES:
+        problem = f"{headers.architecture!r}, and ovspec reads only {', '.join(GGUF_ARCHITECTURES)} from GGUF files"
+        raise OvspecError(f"{headers.path}: its architecture is {problem}; {CHECKPOINT_ADVICE}.")
 
 
 def compute_head_width(config: JsonObject) -> int:
@@ -244,22 +244,22 @@ def compute_head_width(config: JsonObject) -> int:
     return config.get("head_dim") or hidden_size // head_count
 
 
-def read_rope_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
+def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     """Return ``rope_scaling`` if the rotary embedding is scaled; raises ValueError for an unknown method."""
-    if "rope_freqs.weight" in file.tensors:
-        return {"rope_scaling": read_llama3_scaling(file, config)}
-    if "rope_factors_long.weight" in file.tensors:
+    if "rope_freqs.weight" in headers.tensors:
+        return {"rope_scaling": read_llama3_scaling(headers, config)}
+    if "rope_factors_long.weight" in headers.tensors:
         factors = {
-            f"{length}_factor": file.tensors[f"rope_factors_{length}.weight"].read_values().tolist()
+            f"{length}_factor": headers.tensors[f"rope_factors_{length}.weight"].read_values().tolist()
             for length in ("long", "short")
         }
         return {"rope_scaling": {"rope_type": "longrope"} | factors}
-    scaling_method = file.get_architecture_entry("rope.scaling.type") or "none"
+    scaling_method = headers.get_architecture_entry("rope.scaling.type") or "none"
     if scaling_method == "none":
         return {}
-    scaling = {"rope_type": scaling_method, "factor": file.get_architecture_entry("rope.scaling.factor")}
+    scaling = {"rope_type": scaling_method, "factor": headers.get_architecture_entry("rope.scaling.factor")}
     if scaling_method == "yarn":
-        original_length = file.get_architecture_entry("rope.scaling.original_context_length")
+        original_length = headers.get_architecture_entry("rope.scaling.original_context_length")
         scaling |= {"original_max_position_embeddings": original_length}
         yarn_option_names = {
             "attn_factor": "attention_factor",
@@ -267,12 +267,12 @@ def read_rope_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
             "yarn_beta_slow": "beta_slow",
         }
         yarn_options = {
-            name: file.get_architecture_entry(f"rope.scaling.{key}") for key, name in yarn_option_names.items()
+            name: headers.get_architecture_entry(f"rope.scaling.{key}") for key, name in yarn_option_names.items()
         }
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
         raise ValueError(f"rotary embeddings are scaled by the method {scaling_method!r}")
-    if file.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
+    if headers.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
         return {
@@ -281,12 +281,12 @@ def read_rope_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
     return {"rope_scaling": scaling}
 
 
-def read_llama3_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
+def read_llama3_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     """Return the scaling of Llama 3.1 and later, of which the file holds only the resulting factor of each frequency.
 
     The factors are computed from the parameters that all these models share, and must be the same.
     """
-    stored_factors = file.tensors["rope_freqs.weight"].read_values()
+    stored_factors = headers.tensors["rope_freqs.weight"].read_values()
     scaling = {
         "rope_type": "llama3",
         "factor": float(stored_factors.max()),
@@ -302,13 +302,13 @@ def read_llama3_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
     return scaling
 
 
-def build_generation_config(file: GgufFile, eos_ids: list[int]) -> JsonObject:
+def build_generation_config(headers: GgufHeaders, eos_ids: list[int]) -> JsonObject:
     """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
     generation_config: JsonObject = {
         "eos_token_id": eos_ids,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": headers.metadata.get("tokenizer.ggml.bos_token_id"),
     }
-    sampling_options = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    sampling_options = {name: headers.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
     if any(option is not None for option in sampling_options.values()):
         generation_config |= sampling_options | {"do_sample": True}
     return {name: entry for name, entry in generation_config.items() if entry is not None}

@@ -62,7 +62,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class GgufFile:
+class GgufHeaders:
     """The content of the headers of a model's files: of all shards, if it has several."""
 
     path: Path
@@ -79,14 +79,14 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf_headers(path: Path) -> GgufHeaders:
     """Read the headers of a GGUF file and of its other shards.
 
     Raises:
         OvspecError: it isn't a GGUF file, is damaged or cut off, or a shard is missing.
     """
     files = list_model_files(path)
-    metadata, tensors = read_gguf_header(files[0])
+    metadata, tensors = read_shard_header(files[0])
     if len(files) != (shard_count := metadata.get("split.count") or 1):
         raise OvspecError(
             f"{path}: is one of {shard_count} files of a model; give them the names they had, which end in "
@@ -95,18 +95,18 @@ def read_gguf(path: Path) -> GgufFile:
     for file in files[1:]:
         if not file.is_file():
             raise OvspecError(f"{file}: is missing; download all {len(files)} files of the model.")
-        tensors |= read_gguf_header(file)[1]
+        tensors |= read_shard_header(file)[1]
     if not tensors:
         raise OvspecError(f"{path}: holds no weights; name the file with the whole model.")
     if len(tensors) != (tensor_count := metadata.get("split.tensors.count") or len(tensors)):
         raise OvspecError(
             f"{path}: has {len(tensors)} of {tensor_count} tensors; download all files of the model again."
         )
-    return GgufFile(path, metadata, tensors)
+    return GgufHeaders(path, metadata, tensors)
 
 
-def read_gguf_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
-    """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf``."""
+def read_shard_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
+    """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf_headers``."""
     with file.open("rb") as stream:
         if stream.read(4) != MAGIC:
             raise OvspecError(f"{file}: not a GGUF file; name a folder with a checkpoint, or a GGUF file.")

@@ -114,7 +114,7 @@ def flatten_head_config(config: JsonObject) -> JsonObject:
     return flat_config | {"architectures": config.get("architectures")}
 
 
-def map_tensor_name(name: str) -> str:
+def map_to_eagle_head_name(name: str) -> str:
     """Return ``EagleHead``'s name for a tensor of a checkpoint."""
     return re.sub(r"^(midlayer|layers\.0)\.", "layer.", name.removeprefix("model."))
 
@@ -126,7 +126,7 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
         OvspecError: it has a part that isn't supported, lacks a tensor, or the two contradict each other.
     """
     flat_config = flatten_head_config(config)
-    tensor_shapes = {map_tensor_name(tensor_name): list(shape) for tensor_name, shape in shapes.items()}
+    tensor_shapes = {map_to_eagle_head_name(tensor_name): list(shape) for tensor_name, shape in shapes.items()}
     tensor_shapes = {
         tensor_name: shape for tensor_name, shape in tensor_shapes.items() if not IGNORED_TENSORS.match(tensor_name)
     }

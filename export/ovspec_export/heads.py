@@ -25,7 +25,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.ir.compile import write_target_ids
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO
-from ovspec_export.head_layout import HeadLayout, map_tensor_name, read_head_layout, read_rope_type
+from ovspec_export.head_layout import HeadLayout, map_to_eagle_head_name, read_head_layout, read_rope_type
 from ovspec_export.pickled import read_pickled_tensors
 
 # Ends of the name that families have for the embedding of tokens.
@@ -207,7 +207,7 @@ def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None 
     stored_tensors = read_checkpoint_tensors(folder)
     shapes = {stored_name: list(tensor.shape) for stored_name, tensor in stored_tensors.items()}
     layout = read_head_layout(read_json(folder / "config.json"), shapes, name or folder.name)
-    tensors = {map_tensor_name(stored_name): tensor for stored_name, tensor in stored_tensors.items()}
+    tensors = {map_to_eagle_head_name(stored_name): tensor for stored_name, tensor in stored_tensors.items()}
     own_embedding = tensors.get("embed_tokens.weight")
     if own_embedding is not None and embedding is not None and have_equal_values(own_embedding, embedding):
         layout = dataclasses.replace(layout, has_own_embedding=False)

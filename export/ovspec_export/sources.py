@@ -31,13 +31,13 @@ from ovspec_export.families import (
     find_family,
 )
 from ovspec_export.gguf_config import build_config
-from ovspec_export.gguf_file import GgufFile, read_gguf
+from ovspec_export.gguf_file import GgufHeaders, read_gguf_headers
 from ovspec_export.head_layout import (
     HeadLayout,
     check_head_supported,
     flatten_head_config,
     is_head_config,
-    map_tensor_name,
+    map_to_eagle_head_name,
     read_head_layout,
 )
 from ovspec_export.pickled import read_pickled_tensors
@@ -129,7 +129,7 @@ class Source:
         return next((config[key] for key in CONFIG_NUMBERS[name] if type(config.get(key)) is int), None)
 
     @property
-    def holds_text_model(self) -> bool:
+    def has_non_text_parts(self) -> bool:
         """Whether its text model is one among others."""
         return self.text_config is not None
 
@@ -150,7 +150,7 @@ class Source:
     def family(self) -> Family:
         """The way in which its family is exported; raises OvspecError if it can't be."""
         outer_family = self.config.get("model_type")
-        if self.holds_text_model and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer_family), ()):
+        if self.has_non_text_parts and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer_family), ()):
             raise OvspecError(
                 f"{self.name}: holds a text model among others, but ovspec cannot take it out of the family "
                 f"{outer_family}; that works with {', '.join(TEXT_MODEL_CLASSES)}."
@@ -179,18 +179,18 @@ class Source:
 
 @dataclass(frozen=True)
 class GgufSource(Source):
-    """A model in the GGUF file ``path``. gguf_file: its headers, and its other shards' headers."""
+    """A model in the GGUF file ``path``. gguf_headers: its headers, and its other shards' headers."""
 
-    gguf_file: GgufFile
+    gguf_headers: GgufHeaders
 
     def tensor_shapes(self) -> dict[str, list[int]]:
         """Return the shapes of its tensors, by ggml's names."""
-        return {name: list(info.shape) for name, info in self.gguf_file.tensors.items()}
+        return {name: list(info.shape) for name, info in self.gguf_headers.tensors.items()}
 
     @functools.cached_property
     def config(self) -> JsonObject:
         """The config.json of the checkpoint that the file was made from."""
-        return build_config(self.gguf_file)
+        return build_config(self.gguf_headers)
 
     def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer."""
@@ -242,13 +242,13 @@ class HeadSource(Source):
 
         for file in self.pickled_files():
             for stored_name, tensor in read_pickled_tensors(file).items():
-                if map_tensor_name(stored_name) == name and tensor.is_floating_point():
+                if map_to_eagle_head_name(stored_name) == name and tensor.is_floating_point():
                     raise OvspecError(f"{file}: its {name} holds no integers ({tensor.dtype}).")
-                if map_tensor_name(stored_name) == name:
+                if map_to_eagle_head_name(stored_name) == name:
                     return tensor.numpy()
         for file in self.path.glob("model*.safetensors"):
             for stored_name in read_safetensors_header(file):
-                if map_tensor_name(stored_name) == name:
+                if map_to_eagle_head_name(stored_name) == name:
                     with safe_open(file, "np") as tensors:
                         return tensors.get_tensor(stored_name)
         return None
@@ -256,7 +256,7 @@ class HeadSource(Source):
     def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer."""
         shapes = self.tensor_shapes().items()
-        fusion_widths = {name: shape[1] for name, shape in shapes if map_tensor_name(name) == "fc.weight"}
+        fusion_widths = {name: shape[1] for name, shape in shapes if map_to_eagle_head_name(name) == "fc.weight"}
         return super().weight_widths() | fusion_widths
 
 
@@ -275,7 +275,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         source = make_source(path, path.resolve().name, compute_files_revision(path))
     elif path.is_file():
         model_name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-        gguf_source = GgufSource(model_name, path, False, compute_files_revision(path), read_gguf(path))
+        gguf_source = GgufSource(model_name, path, False, compute_files_revision(path), read_gguf_headers(path))
         _ = gguf_source.family
         return gguf_source
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":

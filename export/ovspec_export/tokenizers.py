@@ -27,7 +27,7 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
         OvspecError: it has none, or a broken one.
     """
     if isinstance(source, GgufSource):
-        return build_gguf_tokenizer(source.gguf_file.metadata, source.name)
+        return build_gguf_tokenizer(source.gguf_headers.metadata, source.name)
     from transformers import AutoTokenizer
 
     try:
@@ -40,7 +40,7 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
 def read_source_templates(source: Source) -> dict[str, str]:
     """Return the chat templates of a source by their names."""
     if isinstance(source, GgufSource):
-        return read_gguf_templates(source.gguf_file.metadata, source.name)
+        return read_gguf_templates(source.gguf_headers.metadata, source.name)
     return read_chat_templates(source.path)
 
 

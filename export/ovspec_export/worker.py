@@ -45,7 +45,7 @@ def export_with_optimum(
     """
     import argparse
 
-    from ovspec_export.agreement import check_agreement, save_hidden_states
+    from ovspec_export.agreement import check_ir_agrees_with_model, save_hidden_states
     from ovspec_export.patches import adapt_optimum, refuse_missing_tensors
     from ovspec_export.quantised import load_checkpoint_model
 
@@ -63,7 +63,7 @@ def export_with_optimum(
     def export_and_compare(*, output: Path, **options: Any) -> None:
         original_export(output=output, model_loading_kwargs=loading_options, **options)
         model = load_checkpoint_model(source, trust_remote_code, **loading_options)
-        check_agreement(model, output)
+        check_ir_agrees_with_model(model, output)
         if tap_layers:
             save_hidden_states(model, tap_layers, Path(states_file))
         del model
@@ -134,9 +134,9 @@ def save_first_layers(source: str, layer_count: int, folder: str, trust_remote_c
 def unpack_gguf_weights(gguf_file: str, folder: str, dtype: str) -> None:
     """Write the weights of a GGUF file beside the config.json in ``folder``."""
     from ovspec_export.gguf_checkpoint import write_gguf_weights
-    from ovspec_export.gguf_file import read_gguf
+    from ovspec_export.gguf_file import read_gguf_headers
 
-    write_gguf_weights(read_gguf(Path(gguf_file)), Path(folder), dtype)
+    write_gguf_weights(read_gguf_headers(Path(gguf_file)), Path(folder), dtype)
 
 
 def convert_tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:

@@ -15,7 +15,7 @@ from ovspec.base.files import read_text
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.drafter import Drafter
 from ovspec.engine.runtime import Runtime
-from ovspec.ir.device import DeviceOptions, check_device, check_threads
+from ovspec.ir.device import DeviceOptions, check_threads_option, parse_device_option
 from ovspec.params.loading import LOAD_OPTIONS, LoadParams, make_load_params
 from ovspec.params.option import accepts_options, format_option_documentation, options_class
 from ovspec.setup.manifest import read_manifest
@@ -53,7 +53,7 @@ def load(
     params = make_load_params(options)
     for option in ("device", "draft_device"):  # before an export, which takes minutes
         if device := getattr(params, option):
-            check_device(device, option)
+            parse_device_option(device, option)
     device_options = make_device_options(params)
     if params.export:
         model, draft = export_model_and_draft(model, draft)
@@ -115,7 +115,7 @@ load.__doc__ = f"""{load.__doc__}
 
 def make_device_options(params: LoadParams) -> DeviceOptions:
     """Return where and how models are compiled; raises OvspecError if threads are set and none is on the CPU."""
-    check_threads(params.threads, [params.device, params.draft_device or params.device])
+    check_threads_option(params.threads, [params.device, params.draft_device or params.device])
     cache_dir = Path(params.cache_dir) if params.cache_dir else None
     properties = dict(params.properties or {})
     precision = properties.get("INFERENCE_PRECISION_HINT", params.precision)

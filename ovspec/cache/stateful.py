@@ -113,7 +113,7 @@ class StatefulDecoder:
         # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
         # rows than before.
         if rows not in (0, len(self.rows)) and not self.copies_are_exact:
-            self._request.renew()
+            self._request.replace_openvino_request()
         self.rows = [Sequence() for _ in range(rows)]
         self._features = [GrowingArray(self._no_features) for _ in range(rows)]  # (tokens, width) of each row
         self._slot_tables = SlotTables(rows)
@@ -240,7 +240,7 @@ class StatefulDecoder:
 
     def set_states(self, state_values: dict[str, np.ndarray]) -> None:
         """Set the states named in ``state_values``, also of a request that hasn't run since it was reset."""
-        self._request.apply_reset()
+        self._request.apply_pending_reset()
         if self.rollback.copies == "run" and not self._request.has_run:
             self._avoid_other_requests_states(1)
             self._run_dummy_inference(self._request)
@@ -282,7 +282,7 @@ class StatefulDecoder:
 
     def _release_memory(self) -> None:
         """Release the memory of the cache, which OpenVINO frees only when another request has run."""
-        self._request.renew()
+        self._request.replace_openvino_request()
         self.reset(1)
         self.feed([np.zeros(1, dtype=np.int64)], [1])
         trim_heap()

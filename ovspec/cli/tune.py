@@ -60,7 +60,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     """
     from ovspec.base.files import write_atomically, write_cached
     from ovspec.ir.compile import MODEL_FILE
-    from ovspec.ir.device import DeviceOptions, check_device
+    from ovspec.ir.device import DeviceOptions, parse_device_option
     from ovspec.ir.heads import is_head_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
     from ovspec.setup.model_folders import resolve_model_folder
@@ -68,7 +68,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     from ovspec.setup.tuning import tune_model
 
     folder = resolve_model_folder(folder)
-    device_options = DeviceOptions(check_device(device or "CPU"), cache_dir=cache_dir)
+    device_options = DeviceOptions(parse_device_option(device or "CPU"), cache_dir=cache_dir)
     profile_file = find_profile_file(folder, device_options)
     assert profile_file
     try:  # before minutes of measuring are lost

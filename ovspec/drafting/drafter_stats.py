@@ -107,7 +107,7 @@ class SavingsBalance:
         if self._saved_rounds > 0:
             self._saved_rounds *= math.exp(-tokens / self._recent_tokens)
 
-    def add_round(self, saved_rounds: float) -> None:
+    def add_round_savings(self, saved_rounds: float) -> None:
         """Note that a round saved the time of ``saved_rounds`` plain rounds, or lost it."""
         if self._saved_rounds < 0:
             self._saved_rounds = min(0.0, self._saved_rounds + self.allowed_trial_rounds)

@@ -248,10 +248,10 @@ class Lookahead:
             stats.balance.add_generated_tokens((token_count + forced_count) / row_count)
         saved_rounds = (token_count - drafting_ms / plain_token_ms) / row_count
         if drafter_names:
-            self._overall_stats.balance.add_round(saved_rounds)
+            self._overall_stats.balance.add_round_savings(saved_rounds)
         for stats in [self._get_drafter_stats(drafter_name) for drafter_name in drafter_names]:
             stats.learn_savings(token_count, drafting_ms)
-            stats.balance.add_round(saved_rounds)
+            stats.balance.add_round_savings(saved_rounds)
 
     # ------------------------------------------------------------ internals
 

@@ -19,10 +19,10 @@ UNBOUNDED = sys.maxsize
 
 def find_narrowest_window(ir: CompiledIR) -> int:
     """Return how many slots the narrowest layer sees, by the config and by the IR's own attention mask."""
-    return min(bound for bound in (ir.config.attention_window, find_mask_bound(ir), UNBOUNDED) if bound)
+    return min(bound for bound in (ir.config.attention_window, find_exact_masking_limit(ir), UNBOUNDED) if bound)
 
 
-def find_mask_bound(ir: CompiledIR) -> int | None:
+def find_exact_masking_limit(ir: CompiledIR) -> int | None:
     """Return the number of slots up to which dead slots don't change what the live ones see.
 
     0 if they always do, UNBOUNDED if they never do, None if that can't be determined.

@@ -20,11 +20,11 @@ from ovspec.ir.config import MODEL_FILE, ModelConfig, read_model_config
 from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import (
     DeviceOptions,
-    check_device,
     format_property,
     make_compile_properties,
     may_use_gpu,
     openvino_core,
+    parse_device_option,
 )
 from ovspec.ir.large_pages import LargePageMover
 
@@ -312,7 +312,7 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     Raises OvspecError if the folder holds no stateful text model, or the device is missing or can't compile it.
     """
     check_ir_folder(folder)
-    check_device(options.device)
+    parse_device_option(options.device)
     check_weights_file(folder / MODEL_FILE)
     with MODEL_READING_LOCK:
         graph = read_model_graph(folder, rewrite)
@@ -324,7 +324,7 @@ def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> Co
 
     Raises OvspecError if the device can't compile it.
     """
-    device = check_device(options.device)
+    device = parse_device_option(options.device)
     properties = make_compile_properties(choose_crash_free_options(folder, options))
     large_pages = LargePageMover()
     try:

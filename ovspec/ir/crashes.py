@@ -58,7 +58,7 @@ def choose_crash_free_options(folder: Path, options: DeviceOptions) -> DeviceOpt
     precision = resolve_precision(options)
     if precision == "f32" or "CPU" not in list_possible_devices(options.device) or not has_uncompressed_gates(folder):
         return options
-    fault = find_trial_outcome(options).fault
+    fault = recall_or_run_trial(options).fault
     if not fault:
         return options
     cores = count_cores()
@@ -92,7 +92,7 @@ def has_uncompressed_gates(folder: Path) -> bool:
     return any(is_gated(*matrix_shape) for matrix_shape in list(shape_counts))
 
 
-def find_trial_outcome(options: DeviceOptions) -> TrialOutcome:
+def recall_or_run_trial(options: DeviceOptions) -> TrialOutcome:
     """Return the finding of this process or an earlier one, or run the trial and remember it."""
     properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
     trial_setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)

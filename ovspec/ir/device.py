@@ -119,7 +119,7 @@ def format_property(value: Any) -> str:
 def list_possible_devices(device: str) -> list[str]:
     """Return the devices that may run a model compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
     plugin, _, device_list = device.upper().partition(":")
-    if not is_virtual(device):
+    if not is_virtual_device(device):
         return [plugin]
     if not device_list:
         return list(openvino_core().available_devices)
@@ -128,7 +128,7 @@ def list_possible_devices(device: str) -> list[str]:
     return included_devices or [name for name in openvino_core().available_devices if f"-{name}" not in listed_devices]
 
 
-def is_virtual(device: str) -> bool:
+def is_virtual_device(device: str) -> bool:
     """Return whether ``device`` is one of OpenVINO's that choose among others."""
     return device.upper().partition(":")[0] in ("AUTO", "HETERO")
 
@@ -157,17 +157,17 @@ def list_available_devices() -> list[tuple[str, str]]:
     return [(name, str(core.get_property(name, "FULL_DEVICE_NAME"))) for name in core.available_devices]
 
 
-def check_threads(threads: int | None, devices: list[str]) -> None:
+def check_threads_option(threads: int | None, devices: list[str]) -> None:
     """Raise an OvspecError if ``threads`` is set and none of ``devices`` is the CPU."""
     if threads and not any("CPU" in list_possible_devices(device) for device in devices):
         raise OvspecError(f"`threads={threads}`: only a CPU has threads, and the device is {devices[0]}; leave it out.")
 
 
-def check_device(device: str, option: str = "device") -> str:
-    """Return the OpenVINO name of ``option`` in capitals; raise an OvspecError that lists the devices if it is none."""
+def parse_device_option(device: str, option: str = "device") -> str:
+    """Return OpenVINO's name of ``device``, the value of ``option``; raise an OvspecError that lists the devices if it is none."""
     device_name = device.upper()
     plugin, _, device_list = device_name.partition(":")
-    if device_list and not is_virtual(device_name):
+    if device_list and not is_virtual_device(device_name):
         raise OvspecError(f"`{option}={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
     requested_devices = (
         [requested_device.lstrip("-") for requested_device in device_list.split(",")] if device_list else [plugin]
@@ -200,7 +200,7 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
     fixed_properties = options.fixed_properties
     default_precisions = default_kv_precisions(options)
-    if is_virtual(options.device):  # these don't know the property themselves
+    if is_virtual_device(options.device):  # these don't know the property themselves
         fixed_precision = fixed_properties.pop("KV_CACHE_PRECISION", None)
         precisions = {name: fixed_precision or precision for name, precision in default_precisions.items()}
         kv_precisions_text = ",".join(
@@ -238,7 +238,7 @@ def default_kv_precisions(options: DeviceOptions) -> dict[str, str]:
     It is the one that attention computes in, so that rolling back is exact. It isn't exact with u8, the CPU plugin's
     own default for compressed weights (see docs/explanation/engines.md), nor with i8, that of many GPUs.
     """
-    devices = list_possible_devices(check_device(options.device))
+    devices = list_possible_devices(parse_device_option(options.device))
     kv_precisions = {device: "f16" for device in devices if is_gpu(device)}
     if "CPU" in devices:
         precision = resolve_precision(options)

@@ -52,7 +52,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     """
     head_model = read_openvino_model(head)
     layers = read_target_layers(head_model)
-    layer_inputs = find_head_inputs(model, target, head)
+    layer_inputs = find_target_layer_inputs(model, target, head)
     if max(layers) >= len(layer_inputs):
         problem = f"reads layer {max(layers)}, but its target has {len(layer_inputs)} layers"
         raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
@@ -69,7 +69,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def find_head_inputs(model: ov.Model, target: Path, error_subject: Path) -> list[ov.Output]:
+def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path) -> list[ov.Output]:
     """Return the input of each layer of a target, in order; a head reads some of these hidden states.
 
     Args:

@@ -25,9 +25,9 @@ class InferenceRequest:
         self._outputs = ir.outputs
         self._logits_output = ir.outputs["logits"]
         self._inputs = [ir.inputs.get(name) for name in inputs]
-        self.renew()
+        self.replace_openvino_request()
 
-    def renew(self) -> None:
+    def replace_openvino_request(self) -> None:
         """Replace the OpenVINO request with a new one."""
         self.openvino_request = self._ir.compiled_model.create_infer_request()
         self.has_run, self._must_reset = False, False
@@ -40,7 +40,7 @@ class InferenceRequest:
         """
         self.has_run, self._must_reset = False, True
 
-    def apply_reset(self) -> None:
+    def apply_pending_reset(self) -> None:
         """Empty the states if ``reset_states`` was called."""
         if self._must_reset:
             self.openvino_request.reset_state()
@@ -59,7 +59,7 @@ class InferenceRequest:
         bound_arrays = self._bound_arrays
         if self._ir.open_model is None:
             _ = self._ir.compiled_model  # raises
-        self.apply_reset()
+        self.apply_pending_reset()
         for input_index, array in zip(self._inputs, input_arrays, strict=True):
             if input_index is not None and bound_arrays.get(input_index) is not array:
                 request.set_input_tensor(input_index, ov.Tensor(array, shared_memory=True))

@@ -20,7 +20,14 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import make_stateful_decoder, replace_masking_by_trimming
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file, compile_ir, last_error_line
 from ovspec.ir.crashes import choose_crash_free_options
-from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, is_gpu, may_use_gpu, resolve_precision
+from ovspec.ir.device import (
+    EXACT_KV_PRECISIONS,
+    DeviceOptions,
+    is_gpu,
+    may_use_gpu,
+    parse_device_option,
+    resolve_precision,
+)
 from ovspec.ir.heads import HIDDEN_OUTPUT, add_features_output
 from ovspec.setup.exactness import (
     SHORT_TRIAL,
@@ -319,7 +326,7 @@ def load_with_arithmetic(
 def is_16_bit_by_default(options: DeviceOptions) -> bool:
     """Return whether the CPU computes in 16 bits only because nobody has named a precision, or a type of the cache."""
     fixed_properties = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
-    if fixed_properties or check_device(options.device) != "CPU":
+    if fixed_properties or parse_device_option(options.device) != "CPU":
         return False
     return resolve_precision(options) != "f32"
 

@@ -19,7 +19,7 @@ from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file, compile_ir, last_error_line
 from ovspec.ir.crashes import name_fault_signal
-from ovspec.ir.device import DeviceOptions, check_device, is_gpu, make_compile_properties
+from ovspec.ir.device import DeviceOptions, is_gpu, make_compile_properties, parse_device_option
 from ovspec.ir.heads import add_features_output
 from ovspec.ir.instruction_set import describe_instruction_set
 from ovspec.ir.matrix_products import SPLITTING_INSTRUCTION_SETS, join_products, split_wide_products
@@ -67,7 +67,7 @@ def compile_paged(
     ``head``: the folder of a head that the model gives features to.
     """
 
-    on_gpu = is_gpu(check_device(options.device))
+    on_gpu = is_gpu(parse_device_option(options.device))
 
     def rewrite_graph(model: ov.Model) -> None:
         if head:
@@ -90,7 +90,7 @@ def compile_paged(
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``check_paged_logits``, cached on disk; only a CPU and GPUs have a paged engine."""
-    device = check_device(options.device)
+    device = parse_device_option(options.device)
     check_setting = f"OpenVINO {ov.get_version()}"
     if is_gpu(device):
         properties = [
@@ -129,7 +129,7 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     would not fit into memory; and one after the other, because memory may hold the model only once. A GPU runs the
     paged one with ``options``, and the CPU the stateful one.
     """
-    on_gpu = is_gpu(check_device(options.device))
+    on_gpu = is_gpu(parse_device_option(options.device))
     properties = EXACT_PROPERTIES
     # Properties of a GPU are none of the CPU's.
     if not on_gpu and not weights_fit_into_memory(folder, 3):

@@ -14,7 +14,7 @@ import numpy as np
 from ovspec.base.files import read_cached, write_atomically
 from ovspec.cache.decoder import Arithmetic, FeedRule
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, identify_machine, is_virtual
+from ovspec.ir.device import DeviceOptions, default_cache_dir, identify_machine, is_virtual_device, parse_device_option
 from ovspec.setup.engine_choice import (
     CompiledModel,
     EngineChoice,
@@ -212,7 +212,7 @@ def find_max_activation_group(folder: Path) -> int | None:
 
 def read_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
-    if is_virtual(check_device(options.device)):
+    if is_virtual_device(parse_device_option(options.device)):
         return None
     return read_cached(Profile, find_profile_file(folder, options))
 

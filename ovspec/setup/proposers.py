@@ -15,7 +15,7 @@ from ovspec.cache.decoder import FAST_RULE, FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
 from ovspec.ir.crashes import choose_crash_free_options
-from ovspec.ir.device import DeviceOptions, check_device, is_gpu
+from ovspec.ir.device import DeviceOptions, is_gpu, parse_device_option
 from ovspec.ir.heads import HIDDEN_OUTPUT, read_head_graph
 from ovspec.ir.matrix_products import join_products
 from ovspec.ir.paged_attention import rewrite_to_paged
@@ -37,7 +37,7 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
 
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """
-    device = check_device(options.device)
+    device = parse_device_option(options.device)
     on_target_device = device == target.ir.device
     on_gpu = is_gpu(device)
     properties: dict[str, str] = {}

@@ -15,7 +15,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
 from ovspec.cache.decoder import RollbackMethod, StateCopies
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
+from ovspec.ir.attention_mask import UNBOUNDED, find_exact_masking_limit
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import identify_machine
 
@@ -147,7 +147,7 @@ def copies_continue_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> 
 
 def find_safe_mask_bound(ir: CompiledIR) -> int | None:
     """Return the number of slots up to which masking is exact: None for no limit, 0 if in doubt."""
-    mask_bound = find_mask_bound(ir)
+    mask_bound = find_exact_masking_limit(ir)
     if mask_bound == 0 or (mask_bound is None and not ir.config.model_type):
         return 0
     safe_bound = min(ir.config.attention_window or UNBOUNDED, mask_bound or UNBOUNDED)

@@ -20,11 +20,11 @@ from ovspec.ir.compile import MODEL_FILE, check_weights_file
 from ovspec.ir.config import read_model_config
 from ovspec.ir.device import (
     DeviceOptions,
-    check_device,
     default_kv_precisions,
     is_gpu,
-    is_virtual,
+    is_virtual_device,
     list_native_precisions,
+    parse_device_option,
 )
 from ovspec.ir.memory import weights_fit_into_memory
 from ovspec.setup.engine_choice import EngineName
@@ -62,7 +62,7 @@ def tune_model(
     ``report_progress`` is called with the next step and the share of the work that is done. Raises OvspecError if the
     device is AUTO or HETERO, or too little memory is free.
     """
-    if is_virtual(check_device(options.device)):
+    if is_virtual_device(parse_device_option(options.device)):
         raise OvspecError(f"`device={options.device!r}`: name a single device to tune, such as CPU or GPU.")
     on_gpu = is_gpu(options.device)
     if not weights_fit_into_memory(folder, 3):

@@ -381,8 +381,8 @@ def test_rows_share_what_proposals_may_add_to_a_round() -> None:
     shares = {math.inf: [12] * 4, 16.0: [4] * 4, 0.0: [0] * 4}
     for most_ms, expected in shares.items():
         lookahead = Lookahead(None, costs)
-        lookahead._overall_stats.balance.add_round(1e3)
-        lookahead._get_drafter_stats("lookup").balance.add_round(1e3)
+        lookahead._overall_stats.balance.add_round_savings(1e3)
+        lookahead._get_drafter_stats("lookup").balance.add_round_savings(1e3)
         lookahead.begin_round(most_ms, limits_waiting=True)
         assert [len(lookahead.cut_proposal(sure, 4).tokens) for _ in range(4)] == expected
         if most_ms == 16.0:

@@ -64,13 +64,13 @@ def test_a_sentence_instead_of_a_token(
     value: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lm, renew = load(draft=draft), InferenceRequest.renew
+    lm, renew = load(draft=draft), InferenceRequest.replace_openvino_request
 
     def broken(request: InferenceRequest) -> None:
         renew(request)
         request.openvino_request = Broken(request.openvino_request, after, value)  # type: ignore[assignment]
 
-    monkeypatch.setattr(InferenceRequest, "renew", broken)
+    monkeypatch.setattr(InferenceRequest, "replace_openvino_request", broken)
     monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
     lookahead: dict[str, Any] = {"lookahead": 2} if draft else {}
     with pytest.raises(InferenceError, match="the model's logits are not numbers here"):

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import TARGET
-from ovspec_export.agreement import LOGITS_TOLERANCE, check_agreement, enable_f32_computation, measure_difference
+from ovspec_export.agreement import (
+    LOGITS_TOLERANCE,
+    check_ir_agrees_with_model,
+    enable_f32_computation,
+    measure_difference,
+)
 from transformers import AutoModelForCausalLM
 
 from ovspec.base.errors import OvspecError
@@ -22,7 +27,7 @@ def model(**options: Any) -> Any:
 
 
 def test_a_right_export_agrees(pair: Path) -> None:
-    check_agreement(model(), pair, LOGITS_TOLERANCE / 100)
+    check_ir_agrees_with_model(model(), pair, LOGITS_TOLERANCE / 100)
 
 
 def test_layers_are_converted_while_they_are_computed() -> None:
@@ -65,7 +70,7 @@ def test_a_wrong_export_is_found(pair: Path, spoil: Callable[[Any], None]) -> No
         OvspecError,
         match=r"the IR computes other logits than the checkpoint: they differ by [0-9.]+ of .*; a wrong IR is not",
     ):
-        check_agreement(spoiled, pair)
+        check_ir_agrees_with_model(spoiled, pair)
 
 
 def test_padding_that_is_seen_in_a_batch_is_found(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +80,7 @@ def test_padding_that_is_seen_in_a_batch_is_found(pair: Path, monkeypatch: pytes
         property(lambda slots: np.ones((len(slots.row_lengths), slots.slot_count), np.int64)),
     )
     with pytest.raises(OvspecError, match=r"computes other logits in a batch: .* please report the name of this model"):
-        check_agreement(model(), pair)
+        check_ir_agrees_with_model(model(), pair)
 
 
 def test_all_but_a_tenth_of_the_positions_must_agree() -> None:

@@ -25,7 +25,7 @@ from ovspec_export import Compression, export_pair, gguf_checkpoint
 from ovspec_export.convert import choose_group_size
 from ovspec_export.evaluate import compare_with_checkpoint
 from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_gguf_weights, write_json_file
-from ovspec_export.gguf_file import read_gguf_header
+from ovspec_export.gguf_file import read_shard_header
 from ovspec_export.sources import GgufSource, find_source
 from peers.install import python_of
 
@@ -124,7 +124,7 @@ def unpack(file: Path, folder: Path) -> None:
     assert isinstance(source, GgufSource)
     folder.mkdir()
     write_json_file(folder / "config.json", source.config | {"dtype": "float32"})
-    write_gguf_weights(source.gguf_file, folder, "float32")
+    write_gguf_weights(source.gguf_headers, folder, "float32")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -351,8 +351,8 @@ def test_weights_have_16_bits_unless_f32_is_asked_for(files: Path) -> None:
 def test_where_tensors_are(tmp_path: Path) -> None:
     """A file's axes come in the other order than a checkpoint's, and without its last byte it is refused."""
     file = written(tmp_path / "model.gguf")
-    [info] = read_gguf_header(file)[1].values()
+    [info] = read_shard_header(file)[1].values()
     assert info.shape == (32, 64) and info.offset + 4 * 32 * 64 == file.stat().st_size
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(OvspecError, match="damaged or cut off"):
-        read_gguf_header(file)
+        read_shard_header(file)

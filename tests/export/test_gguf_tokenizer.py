@@ -14,7 +14,7 @@ from conftest import USERS_CACHE
 from install import python_of
 from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, TokenizerPipeline
 from ovspec_export import gguf_tokenizer, worker
-from ovspec_export.gguf_file import read_gguf_header
+from ovspec_export.gguf_file import read_shard_header
 from ovspec_export.gguf_pretokenizers import PRETOKENIZERS_BY_NAMES
 from ovspec_export.gguf_tokenizer import read_end_ids
 from transformers import AutoTokenizer
@@ -85,7 +85,7 @@ def metadata(name: str) -> dict[str, Any]:
     file = MODELS / f"ggml-vocab-{name}.gguf"
     if not file.is_file():
         pytest.skip(f"{file} isn't there: llama.cpp's vocabularies")
-    return read_gguf_header(file)[0]
+    return read_shard_header(file)[0]
 
 
 def build_tokenizer(read: dict[str, Any], name: str) -> Any:

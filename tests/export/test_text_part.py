@@ -262,7 +262,7 @@ def test_what_a_config_leaves_out_is_what_the_whole_model_takes(name: str) -> No
 
 def text_of(folder: Path, output: Path) -> Path:
     source = find_source(str(folder))
-    assert source.holds_text_model
+    assert source.has_non_text_parts
     return extract_text_model(source, output).path
 
 

@@ -18,12 +18,12 @@ from ovspec.ir import device as device_module
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import (
     DeviceOptions,
-    check_device,
-    check_threads,
+    check_threads_option,
     identify_machine,
     list_available_devices,
     list_native_precisions,
     make_compile_properties,
+    parse_device_option,
     uses_main_memory,
 )
 from ovspec.setup.rollback_probing import find_findings_file
@@ -34,7 +34,7 @@ SMALL = DEMO / "draft"  # which is compiled sooner
 
 @pytest.mark.parametrize("name", ["CPU", "cpu", "AUTO", "auto:cpu", "HETERO:CPU"])
 def test_names_that_exist_everywhere(name: str) -> None:
-    assert check_device(name) == name.upper()
+    assert parse_device_option(name) == name.upper()
 
 
 def test_a_device_is_checked_before_an_export(tmp_path: Path) -> None:
@@ -46,13 +46,13 @@ def test_a_device_is_checked_before_an_export(tmp_path: Path) -> None:
 
 def test_missing_devices_are_named() -> None:
     with pytest.raises(ovspec.OvspecError, match=r"no such device; available here: .*CPU"):
-        check_device("TPU")
+        parse_device_option("TPU")
     with pytest.raises(ovspec.OvspecError, match="only AUTO and HETERO"):
-        check_device("CPU:GPU")
+        parse_device_option("CPU:GPU")
     if not any(name.startswith("GPU") for name, _ in list_available_devices()):
         for name in ("GPU", "GPU.1", "AUTO:GPU,CPU"):
             with pytest.raises(ovspec.OvspecError, match="no GPU driver found"):
-                check_device(name)
+                parse_device_option(name)
 
 
 def test_the_scheduling_hints_of_the_docs_are_accepted(
@@ -163,9 +163,9 @@ def test_a_gpu_gets_a_cache_that_can_be_read_and_no_threads(monkeypatch: pytest.
     named = make_compile_properties(replace(options, kv_precision="u8"))["CACHE_DIR"]
     assert named != properties["CACHE_DIR"], "OpenVINO's own key leaves the KV cache out"
     with pytest.raises(ovspec.OvspecError, match="`threads=2`: only a CPU has threads, and the device is GPU"):
-        check_threads(2, ["GPU", "GPU"])
-    check_threads(2, ["GPU", "CPU"])
-    check_threads(None, ["GPU"])
+        check_threads_option(2, ["GPU", "GPU"])
+    check_threads_option(2, ["GPU", "CPU"])
+    check_threads_option(None, ["GPU"])
 
 
 def test_auto_and_hetero_tell_each_device_its_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import ovspec.setup.rollback_probing
 from ovspec.cache.decoder import RollbackMethod
 from ovspec.cache.slots import SlotTables
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
+from ovspec.ir.attention_mask import UNBOUNDED, find_exact_masking_limit
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.config import ModelConfig
 from ovspec.ir.device import DeviceOptions
@@ -32,7 +32,7 @@ DEMO = ROOT / "models" / "demo"
 
 def test_a_mask_suffices_for_the_demo_pair(target_ir: CompiledIR) -> None:
     assert probe_rollback(target_ir).rollback == RollbackMethod("mask")
-    assert find_mask_bound(target_ir) == UNBOUNDED
+    assert find_exact_masking_limit(target_ir) == UNBOUNDED
 
 
 @pytest.mark.parametrize(("folder", "precision"), [(DEMO, "bf16"), (DEMO / "draft", "f32")])
@@ -75,7 +75,7 @@ def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pyt
 
 def test_trim_where_the_bound_is_in_doubt(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trim if neither the config nor the attention mask shows the bound."""
-    monkeypatch.setattr(ovspec.setup.rollback_probing, "find_mask_bound", lambda _: None)
+    monkeypatch.setattr(ovspec.setup.rollback_probing, "find_exact_masking_limit", lambda _: None)
     assert probe_rollback(target_ir).rollback == RollbackMethod("mask"), "the config has no window"
     monkeypatch.setattr(target_ir, "config", ModelConfig())
     assert probe_rollback(target_ir).rollback == RollbackMethod("trim")
@@ -109,7 +109,7 @@ def test_a_window_is_found_in_the_mask_itself(
     folder = kept_model(tmp_path_factory, f"window-{window}-{told}", make)
     ir = compile_ir(folder / "ir", DeviceOptions(precision="f32"))
     assert ir.config.attention_window == (window if told else None)
-    assert find_mask_bound(ir) == window
+    assert find_exact_masking_limit(ir) == window
     assert probe_rollback(ir).rollback == RollbackMethod("mask", window)
 
 

@@ -112,7 +112,7 @@ def is_looping(ids: Sequence[int]) -> bool:
     return len(np.unique(hashes)) < len(hashes) / 2
 
 
-class SeenRuns:
+class SeenTokenRuns:
     """The runs of tokens that documents have. A table of bits: after 3 million tokens, 1 % of others pass for seen."""
 
     HASH_BITS = 28
@@ -278,7 +278,9 @@ def is_message(message: JsonValue) -> bool:
     )
 
 
-def make_user_documents(user_texts: UserTexts, prompt_encoder: PromptEncoder, seen_runs: SeenRuns) -> list[Document]:
+def make_user_documents(
+    user_texts: UserTexts, prompt_encoder: PromptEncoder, seen_runs: SeenTokenRuns
+) -> list[Document]:
     """Return the documents of what the user gives, without near-duplicates, and add them to ``seen_runs``.
 
     Their order depends only on their text, so that their first ones are a sample of all.
@@ -289,8 +291,8 @@ def make_user_documents(user_texts: UserTexts, prompt_encoder: PromptEncoder, se
     text_candidates = make_text_candidates(user_texts.texts, prompt_encoder.tokenizer)
     chat_candidates = make_chat_candidates([chat for chat in user_texts.chats if chat.is_answered], prompt_encoder)
     # Near-duplicates go first: of texts in many versions, what was held out before would nearly all be dropped below.
-    candidates = [*mark_held_out(drop_near_duplicates(text_candidates, SeenRuns()))]
-    candidates += mark_held_out(drop_near_duplicates(chat_candidates, SeenRuns()))
+    candidates = [*mark_held_out(drop_near_duplicates(text_candidates, SeenTokenRuns()))]
+    candidates += mark_held_out(drop_near_duplicates(chat_candidates, SeenTokenRuns()))
     # Those held out come last, because no training document may be like them.
     distinct_candidates = drop_near_duplicates(
         sorted(candidates, key=lambda candidate: candidate.document.held_out), seen_runs
@@ -301,7 +303,7 @@ def make_user_documents(user_texts: UserTexts, prompt_encoder: PromptEncoder, se
     )
 
 
-def drop_near_duplicates(candidates: Iterable[CandidateDocument], seen_runs: SeenRuns) -> list[CandidateDocument]:
+def drop_near_duplicates(candidates: Iterable[CandidateDocument], seen_runs: SeenTokenRuns) -> list[CandidateDocument]:
     """Return the candidates without near-duplicates of ``seen_runs`` and earlier ones, which it adds to it."""
     distinct_candidates = list[CandidateDocument]()
     for candidate in candidates:

@@ -11,7 +11,7 @@ import openvino as ov
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import print_note
 from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights_file, find_lm_head, read_model_graph
-from ovspec.ir.heads import check_layers_have_keys, find_head_inputs
+from ovspec.ir.heads import check_layers_have_keys, find_target_layer_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec_export.distill.trimming import check_trimmable, choose_most_used_ids
 from ovspec_export.head_fit import check_head_fits
@@ -74,7 +74,7 @@ def check_target_ir(folder: Path, name: str, for_head: bool) -> None:
 
     def check_graph(model: ov.Model) -> None:
         if for_head:
-            find_head_inputs(model, folder, Path(name))
+            find_target_layer_inputs(model, folder, Path(name))
             if find_lm_head(model) is None:
                 raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
 
@@ -108,7 +108,7 @@ def find_target_origin(target: Source) -> tuple[str, str | None]:
 def find_torch_checkpoint(target: Source) -> Source | None:
     """Return the checkpoint of which torch can compute hidden states; None if there is none."""
     checkpoint = find_checkpoint_of_export(target) if target.is_ir else target
-    if checkpoint is None or isinstance(checkpoint, GgufSource) or checkpoint.holds_text_model:
+    if checkpoint is None or isinstance(checkpoint, GgufSource) or checkpoint.has_non_text_parts:
         print_note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
         return None
     return checkpoint

@@ -31,9 +31,11 @@ class DistillOutcome(enum.IntEnum):
 
 def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOutcome:
     """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
-    if not is_finished(plan, work_folder):
+    if not is_distillation_finished(plan, work_folder):
         export_result(plan, work_folder)
-        write_result(plan, work_folder, make_result_record(plan, work_folder, True, measure_result(plan, work_folder)))
+        write_result(
+            plan, work_folder, make_result_record(plan, work_folder, True, benchmark_result(plan, work_folder))
+        )
     finished_record = read_record(plan.output)
     manifest = read_manifest(plan.output)
     assert finished_record and manifest
@@ -45,7 +47,7 @@ def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOu
     return DistillOutcome.GAINED
 
 
-def is_finished(plan: DistillPlan, work_folder: WorkFolder) -> bool:
+def is_distillation_finished(plan: DistillPlan, work_folder: WorkFolder) -> bool:
     """Return whether the output has the result of all that has been done."""
     record = read_record(plan.output)
     return bool(
@@ -56,7 +58,7 @@ def is_finished(plan: DistillPlan, work_folder: WorkFolder) -> bool:
     )
 
 
-def measure_result(plan: DistillPlan, work_folder: WorkFolder) -> list[JsonObject]:
+def benchmark_result(plan: DistillPlan, work_folder: WorkFolder) -> list[JsonObject]:
     """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
     from ovspec.api.timing import format_mode_table
 
@@ -87,7 +89,7 @@ def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
 
 def write_partial_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
     """Write the result so far, if there is one, and say how to go on."""
-    if is_finished(plan, work_folder):
+    if is_distillation_finished(plan, work_folder):
         print_note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
     elif work_folder.has_result:
         export_result(plan, work_folder)

@@ -28,7 +28,7 @@ from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import (
     MAX_DOCUMENT_TOKENS,
     Document,
-    SeenRuns,
+    SeenTokenRuns,
     append_documents,
     compute_tokens_checksum,
     encode_unanswered_chats,
@@ -98,7 +98,7 @@ def write_texts(
     runtime = ovspec.load(model, "none", **LOAD_SETTINGS).runtime
     documents_file = Path(work_folder) / DOCUMENTS_FILE
     user_texts = read_user_texts(texts)
-    seen_runs = SeenRuns()
+    seen_runs = SeenTokenRuns()
     if documents_file.is_file():
         documents = read_documents(documents_file)
         for document in documents:
@@ -134,7 +134,7 @@ def write_texts(
         total_tokens = total_tokens + sum(len(document.ids) for document in new_documents)
         tokens_per_second = (total_tokens - initial_tokens) / (time.monotonic() - writing_began)
         report_progress(
-            tokens=total_tokens, per_second=tokens_per_second, documents=document_count, begun=writer.running_tokens
+            tokens=total_tokens, per_second=tokens_per_second, documents=document_count, begun=writer.unfinished_tokens
         )
 
 
@@ -164,7 +164,7 @@ class PromptOpening:
 
 
 def make_prompt_source(
-    prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenRuns, max_question_tokens: int
+    prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
 ) -> SelfAskedPrompts | SelfBegunPrompts:
     """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
     try:
@@ -178,7 +178,7 @@ class SelfAskedPrompts:
     """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
 
     def __init__(
-        self, prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenRuns, max_question_tokens: int
+        self, prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
     ) -> None:
         self._prompt_encoder, self._topics, self._seen_runs, self._max_question_tokens = (
             prompt_encoder,
@@ -239,7 +239,7 @@ class SelfAskedPrompts:
 class SelfBegunPrompts:
     """Lets the model begin texts, if it has no chat template."""
 
-    def __init__(self, prompt_encoder: PromptEncoder, seen_runs: SeenRuns) -> None:
+    def __init__(self, prompt_encoder: PromptEncoder, seen_runs: SeenTokenRuns) -> None:
         tokenizer = prompt_encoder.tokenizer
         generation_config = prompt_encoder.generation_config
         self._bos_ids = tokenizer.prefix_ids
@@ -348,7 +348,7 @@ class TextWriter:
         self,
         runtime: Runtime,
         prompt_source: SelfAskedPrompts | SelfBegunPrompts,
-        seen_runs: SeenRuns,
+        seen_runs: SeenTokenRuns,
         documents: Iterable[Document],
         prompts: Iterable[Prompt],
         first_number: int,
@@ -402,7 +402,7 @@ class TextWriter:
             self._runtime.decoder_pool.release(decoders)
 
     @property
-    def running_tokens(self) -> int:
+    def unfinished_tokens(self) -> int:
         """The tokens of texts that are being written."""
         return sum(len(running_text.row.token_ids) for running_text in self._running_texts.values())
 

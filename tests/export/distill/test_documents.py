@@ -22,7 +22,7 @@ from ovspec_export.distill.documents import (
     RUN_TOKENS,
     TEXT_PART_BYTES,
     Document,
-    SeenRuns,
+    SeenTokenRuns,
     UserTexts,
     append_documents,
     cut_text,
@@ -193,7 +193,7 @@ def test_pieces_are_the_text(prompts: PromptEncoder, most: int, text: str) -> No
 
 
 def test_texts_are_cut_at_line_ends(prompts: PromptEncoder) -> None:
-    found = make_user_documents(UserTexts(TEXTS[:40], [], 0), prompts, SeenRuns())
+    found = make_user_documents(UserTexts(TEXTS[:40], [], 0), prompts, SeenTokenRuns())
     assert {document.source for document in found} == {"text"}
     assert max(len(document.ids) for document in found) > 0.9 * MAX_DOCUMENT_TOKENS
     assert all(1 < len(document.ids) <= MAX_DOCUMENT_TOKENS for document in found)
@@ -207,8 +207,8 @@ def test_a_models_bos_is_before_each_piece(prompts: PromptEncoder) -> None:
     other = copy.copy(prompts)
     other.tokenizer = copy.copy(prompts.tokenizer)
     vars(other.tokenizer)["prefix_ids"] = [1]
-    found = make_user_documents(UserTexts(TEXTS[:10], [], 0), other, SeenRuns())
-    without = make_user_documents(UserTexts(TEXTS[:10], [], 0), prompts, SeenRuns())
+    found = make_user_documents(UserTexts(TEXTS[:10], [], 0), other, SeenTokenRuns())
+    without = make_user_documents(UserTexts(TEXTS[:10], [], 0), prompts, SeenTokenRuns())
     assert all(document.ids[0] == 1 and len(document.ids) <= MAX_DOCUMENT_TOKENS for document in found)
     assert sum(len(document.ids) - 1 for document in found) == sum(len(document.ids) for document in without)
 
@@ -257,22 +257,22 @@ def near_duplicates() -> list[str]:
 
 def test_what_is_held_out_was_never_trained_on(prompts: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = near_duplicates()
-    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
+    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenTokenRuns())
     assert any(document.held_out for document in found)
     assert not leaks(found)
     with monkeypatch.context() as planted:
-        planted.setattr(SeenRuns, "is_near_duplicate", lambda *_: False)
-        everything = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
+        planted.setattr(SeenTokenRuns, "is_near_duplicate", lambda *_: False)
+        everything = make_user_documents(UserTexts(texts, [], 0), prompts, SeenTokenRuns())
         assert len(leaks(everything)) > 0, "near-duplicates that are kept must be found"
     assert len(found) < 0.75 * len(everything)
-    alone = make_user_documents(UserTexts(texts[30:90], [], 0), prompts, SeenRuns())
+    alone = make_user_documents(UserTexts(texts[30:90], [], 0), prompts, SeenTokenRuns())
     assert len(alone) > 0.9 * sum(1 for each in everything) / 2, "what is no near-duplicate stays"
 
 
 def test_texts_in_many_versions_are_held_out_too(prompts: PromptEncoder) -> None:
     texts = [f"-- version {version}\n{text}" for text in TEXTS[:40] for version in range(4)]
-    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
-    alone = make_user_documents(UserTexts(TEXTS[:40], [], 0), prompts, SeenRuns())
+    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenTokenRuns())
+    alone = make_user_documents(UserTexts(TEXTS[:40], [], 0), prompts, SeenTokenRuns())
     assert len(found) < 1.2 * len(alone)
     assert sum(document.held_out for document in found) >= len(found) / 40
     assert not leaks(found)
@@ -280,14 +280,14 @@ def test_texts_in_many_versions_are_held_out_too(prompts: PromptEncoder) -> None
 
 def test_a_stretch_is_held_out_whole(prompts: PromptEncoder) -> None:
     texts = ["".join(TEXTS[100:140]), *TEXTS[:10]]
-    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
+    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenTokenRuns())
     count = len([part for text in texts for part in cut_text(text)])
     assert count > 10
     assert len({document.held_out for document in found}) == 2
     assert not parted(found, texts, prompts)
     shuffled = texts[1:]
     random.Random(1).shuffle(shuffled)
-    assert make_user_documents(UserTexts([*shuffled, texts[0]], [], 0), prompts, SeenRuns()) == found, (
+    assert make_user_documents(UserTexts([*shuffled, texts[0]], [], 0), prompts, SeenTokenRuns()) == found, (
         "whatever the order"
     )
     one_by_one = [replace(document, held_out=is_held_out(document.ids)) for document in found]
@@ -304,7 +304,7 @@ def test_a_twentieth_is_held_out(count: int, held_out: int) -> None:
 
 def test_runs_are_found_again_and_no_others() -> None:
     """Millions of tokens stay cheap, and few runs pass for seen that weren't."""
-    drawn, seen = np.random.default_rng(0), SeenRuns()
+    drawn, seen = np.random.default_rng(0), SeenTokenRuns()
     texts = drawn.integers(0, 49152, (1500, 1000)).tolist()
     for text in texts:
         seen.add_runs(text)
@@ -356,7 +356,7 @@ def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: P
     chats = [
         [*prompt, answer(text), user("Thanks!"), answer("Bye.")] for prompt, text in zip(asked, answers, strict=True)
     ]
-    found = make_user_documents(chats_in(tmp_path, chats), model, SeenRuns())
+    found = make_user_documents(chats_in(tmp_path, chats), model, SeenTokenRuns())
     assert len(found) == 30
     assert {(document.source, document.greedy) for document in found} == {("chats", False)}
     assert sum(document.held_out for document in found) == 2
@@ -376,7 +376,7 @@ def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: P
 
 def test_the_whole_chat_is_rendered_by_the_template(prompts: PromptEncoder, tmp_path: Path) -> None:
     [document] = make_user_documents(
-        chats_in(tmp_path, [{"prompt": "1 + 1 = ?", "completion": "2"}]), prompts, SeenRuns()
+        chats_in(tmp_path, [{"prompt": "1 + 1 = ?", "completion": "2"}]), prompts, SeenTokenRuns()
     )
     text = "<|im_start|>user\n1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
     assert prompts.tokenizer.decode_with_special(np.array(document.ids)) == text
@@ -388,7 +388,7 @@ def test_chats_with_one_prompt_are_held_out_together(prompts: PromptEncoder, tmp
         (question, text) for (question, first), second in zip(PAIRS, others, strict=False) for text in (first, second)
     ]
     chats = [{"prompt": question, "completion": text} for question, text in pairs]
-    found = make_user_documents(chats_in(tmp_path, chats), prompts, SeenRuns())
+    found = make_user_documents(chats_in(tmp_path, chats), prompts, SeenTokenRuns())
     sides = dict[tuple[int, ...], set[bool]]()
     for document in found:
         sides.setdefault(tuple(document.ids[: document.answer]), set()).add(document.held_out)
@@ -401,7 +401,7 @@ def test_what_chats_share_does_not_make_them_duplicates(prompts: PromptEncoder, 
     """A long system message is in each of them."""
     told = system("\n".join(TEXTS[5].splitlines()[:20]))
     chats = [[told, user(question), answer("Yes.")] for question, _ in PAIRS[:20]]
-    assert len(make_user_documents(chats_in(tmp_path, [*chats, *chats[:5]]), prompts, SeenRuns())) == 20
+    assert len(make_user_documents(chats_in(tmp_path, [*chats, *chats[:5]]), prompts, SeenTokenRuns())) == 20
 
 
 def test_of_a_long_chat_the_answers_are_kept(prompts: PromptEncoder, tmp_path: Path) -> None:
@@ -409,10 +409,10 @@ def test_of_a_long_chat_the_answers_are_kept(prompts: PromptEncoder, tmp_path: P
     asked = prompts.encode([user(long)])
     assert len(asked) > 2 * MAX_DOCUMENT_TOKENS
     chats = [[user(long), answer(f"{index}: {short}")] for index in (1,)]
-    [document] = make_user_documents(chats_in(tmp_path, chats), prompts, SeenRuns())
+    [document] = make_user_documents(chats_in(tmp_path, chats), prompts, SeenTokenRuns())
     assert document.answer == MAX_DOCUMENT_TOKENS // 2
     assert document.ids[: document.answer] == asked[-document.answer :].tolist()
-    found = make_user_documents(chats_in(tmp_path, [[user(short), answer(long)]]), prompts, SeenRuns())
+    found = make_user_documents(chats_in(tmp_path, [[user(short), answer(long)]]), prompts, SeenTokenRuns())
     assert len(found) > 2
     assert sorted(document.answer for document in found)[-2:] == [0, len(prompts.encode([user(short)]))]
     total = len(
@@ -426,14 +426,14 @@ def test_prompts_are_what_the_model_gets(prompts: PromptEncoder, tmp_path: Path)
     given = chats_in(tmp_path, chats)
     expected = [prompts.encode(chats[0]).tolist(), prompts.encode([user("6")]).tolist()]  # type: ignore[arg-type]
     assert encode_unanswered_chats(given, prompts) == expected
-    assert len(make_user_documents(given, prompts, SeenRuns())) == 1
+    assert len(make_user_documents(given, prompts, SeenTokenRuns())) == 1
 
 
 def test_a_chat_that_cannot_be_rendered_is_named(prompts: PromptEncoder, tmp_path: Path) -> None:
     strict = with_template(prompts, "{% if messages[0].content == '4' %}{{ raise_exception('no') }}{% endif %}")
     make: list[Callable[[UserTexts, PromptEncoder], Any]] = [
         encode_unanswered_chats,
-        lambda given, prompts: make_user_documents(given, prompts, SeenRuns()),
+        lambda given, prompts: make_user_documents(given, prompts, SeenTokenRuns()),
     ]
     for chats, call in zip(([{"prompt": "4"}], [{"prompt": "4", "completion": "5"}]), make, strict=True):
         with pytest.raises(OvspecError, match=r"chats\.jsonl, line 2: The model's chat template cannot render"):
