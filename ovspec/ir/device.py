@@ -164,7 +164,7 @@ def check_threads_option(threads: int | None, devices: list[str]) -> None:
 
 
 def parse_device_option(device: str, option: str = "device") -> str:
-    """Return OpenVINO's name of ``device``, the value of ``option``; raise an OvspecError that lists the devices if it is none."""
+    """Return OpenVINO's name of ``device``, the value of ``option``; raise OvspecError if it is no device."""
     device_name = device.upper()
     plugin, _, device_list = device_name.partition(":")
     if device_list and not is_virtual_device(device_name):
