@@ -39,11 +39,11 @@ PASSED_ENVIRONMENT_VARIABLES = (
 )  # fmt: skip
 
 
-class LimitExceeded(Exception):
+class SandboxLimitExceeded(Exception):
     """A request failed through its own fault; the message says how, as in "ran longer than 2 seconds"."""
 
 
-class ProcessDied(Exception):
+class SandboxProcessDied(Exception):
     """A process has ended without an answer; the message says how, and ``weight`` is one of the numbers above."""
 
     def __init__(self, manner_of_death: str, weight: int = KILLED_DEATH_WEIGHT) -> None:
@@ -61,13 +61,15 @@ class SandboxProcess(psutil.Popen):
             self.kill()
         self.communicate()
 
-    def explain_death(self) -> ProcessDied:
+    def explain_death(self) -> SandboxProcessDied:
         """Return how this process, which has ended, did so."""
         if not self.ready:
-            return ProcessDied("did not start", NOT_STARTED_DEATH_WEIGHT)
+            return SandboxProcessDied("did not start", NOT_STARTED_DEATH_WEIGHT)
         has_crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
         return (
-            ProcessDied("ended without an answer", CRASHED_DEATH_WEIGHT) if has_crashed else ProcessDied("was killed")
+            SandboxProcessDied("ended without an answer", CRASHED_DEATH_WEIGHT)
+            if has_crashed
+            else SandboxProcessDied("was killed")
         )
 
     def measure_usage(self) -> tuple[float, int]:
@@ -102,23 +104,23 @@ class SandboxPool:
         A process that dies is replaced by a new one: the system kills processes where memory runs out.
 
         Raises:
-            LimitExceeded: the request made its process exceed a limit, or made processes crash.
+            SandboxLimitExceeded: the request made its process exceed a limit, or made processes crash.
             UnavailableError: processes were killed, or didn't start, too often.
         """
-        deaths = list[ProcessDied]()
+        deaths = list[SandboxProcessDied]()
         with self._process_slots:
             while sum(death.weight for death in deaths) < MAX_DEATH_WEIGHT:
                 try:
                     return self._ask_process(request)
-                except ProcessDied as death:
+                except SandboxProcessDied as death:
                     deaths.append(death)
         if sum(death.weight for death in deaths if death.weight == CRASHED_DEATH_WEIGHT) >= MAX_DEATH_WEIGHT:
-            raise LimitExceeded("ended without an answer")
+            raise SandboxLimitExceeded("ended without an answer")
         death_text = f"{deaths[-1]}, {len(deaths)} times"
         raise UnavailableError(f"The process that {self.purpose} {death_text}; see that memory is free, and try again.")
 
     def _ask_process(self, request: str) -> JsonObject:
-        """Return the answer of one process; raises LimitExceeded or ProcessDied if there is none."""
+        """Return the answer of one process; raises SandboxLimitExceeded or SandboxProcessDied if there is none."""
         process = self._pop_idle_process() or self._start_process()
         try:
             answer = json.loads(self._exchange_lines(process, request))
@@ -172,13 +174,13 @@ class SandboxPool:
             if not process.ready:
                 cpu_seconds_before = cpu_seconds  # starting doesn't count
                 if waited_seconds > MAX_START_SECONDS:
-                    raise ProcessDied("did not start in time")
+                    raise SandboxProcessDied("did not start in time")
             elif cpu_seconds - cpu_seconds_before > self.max_seconds:
-                raise LimitExceeded(f"ran longer than {self.max_seconds:g} seconds")
+                raise SandboxLimitExceeded(f"ran longer than {self.max_seconds:g} seconds")
             elif waited_seconds > MAX_START_SECONDS + MAX_WAIT_FACTOR * self.max_seconds:  # the machine was busy
-                raise ProcessDied("got no time to answer")
+                raise SandboxProcessDied("got no time to answer")
             if used_bytes > self.max_bytes:
-                raise LimitExceeded(f"took more than {self.max_bytes // 1_000_000} MB of memory")
+                raise SandboxLimitExceeded(f"took more than {self.max_bytes // 1_000_000} MB of memory")
         return answers[0]
 
     def _start_process(self) -> SandboxProcess:
@@ -195,7 +197,7 @@ class SandboxPool:
                 | environment,
             )
         except (OSError, psutil.Error) as error:
-            raise ProcessDied(f"could not be started ({error})", NOT_STARTED_DEATH_WEIGHT) from None
+            raise SandboxProcessDied(f"could not be started ({error})", NOT_STARTED_DEATH_WEIGHT) from None
 
     def end_idle_processes(self) -> None:
         """Stop the idle processes; the next request starts another one."""

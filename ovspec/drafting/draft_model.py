@@ -13,7 +13,7 @@ from ovspec.drafting.costs import WIDEST_INFERENCE
 from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, NO_TOKENS, Proposal
-from ovspec.sampling.samplers import DraftedToken, DraftIds
+from ovspec.sampling.samplers import DraftedToken, TrimmedVocabulary
 from ovspec.sampling.warp import certain_distribution
 
 
@@ -25,9 +25,9 @@ class ModelDrafter(Drafter):
 
     name = "draft"
 
-    def __init__(self, decoder: BaseDecoder, draft_ids: DraftIds | None = None) -> None:
+    def __init__(self, decoder: BaseDecoder, trimmed_vocabulary: TrimmedVocabulary | None = None) -> None:
         self.decoder = decoder
-        self._draft_ids = draft_ids
+        self._trimmed_vocabulary = trimmed_vocabulary
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         remaining_counts = [budget and row.draft_budget(self.name) for row, budget in zip(rows, budgets, strict=True)]
         if not lookahead.should_draft(self.name, unread_count, remaining_counts, reads_prompt):
             return [NO_PROPOSAL] * len(rows)
-        drafts = [RowDraft(row, budget, self._draft_ids) for row, budget in zip(rows, budgets, strict=True)]
+        drafts = [RowDraft(row, budget, self._trimmed_vocabulary) for row, budget in zip(rows, budgets, strict=True)]
         # First feed the tokens that the draft has not read yet, then its own tokens; the last one is never fed.
         fed_tokens = [NO_TOKENS] * len(rows)
         for index in drafting_rows:
@@ -101,13 +101,13 @@ class ModelDrafter(Drafter):
 
 
 class RowDraft:
-    """The drafted tokens of one row, at most ``budget`` of them, from logits of ``draft_ids``."""
+    """The drafted tokens of one row, at most ``budget`` of them, from logits of ``trimmed_vocabulary``."""
 
-    def __init__(self, row: RowToDraft, budget: int, draft_ids: DraftIds | None) -> None:
+    def __init__(self, row: RowToDraft, budget: int, trimmed_vocabulary: TrimmedVocabulary | None) -> None:
         self.drafted_tokens: list[DraftedToken] = []
         self._row = row
         self._budget = budget
-        self._draft_ids = draft_ids
+        self._trimmed_vocabulary = trimmed_vocabulary
         self._tokens = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
         self._length = self._fed_length = len(row.sequence)
 
@@ -125,7 +125,9 @@ class RowDraft:
         self._fed_length = self._length
         with sampler.stopwatch:
             try:
-                drafted_token = sampler.choose_draft_token(logits, self._tokens[: self._length], self._draft_ids)
+                drafted_token = sampler.choose_draft_token(
+                    logits, self._tokens[: self._length], self._trimmed_vocabulary
+                )
                 if not drafted_token:
                     return False
                 self._add_token(drafted_token)

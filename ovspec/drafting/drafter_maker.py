@@ -13,7 +13,7 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.head import HeadDrafter
 from ovspec.drafting.lookup import LookupDrafter, NgramIndex
 from ovspec.drafting.user_drafter import UserDrafter
-from ovspec.sampling.samplers import DraftIds
+from ovspec.sampling.samplers import TrimmedVocabulary
 from ovspec.text.vocabulary import KnownTokenIds
 
 
@@ -44,11 +44,11 @@ def make_drafter(
     if choice.user_drafter is not None:
         drafters.append(UserDrafter(choice.user_drafter, known_ids))
     if draft_decoder:
-        draft_ids = None if target_ids is None else DraftIds(target_ids, target_width)
+        trimmed_vocabulary = None if target_ids is None else TrimmedVocabulary(target_ids, target_width)
         if target_decoder:
-            drafters.append(HeadDrafter(HeadDecoder(draft_decoder, target_decoder), draft_ids))
+            drafters.append(HeadDrafter(HeadDecoder(draft_decoder, target_decoder), trimmed_vocabulary))
         else:
-            drafters.append(ModelDrafter(draft_decoder, draft_ids))
+            drafters.append(ModelDrafter(draft_decoder, trimmed_vocabulary))
     for drafter in drafters:
         drafter.vocabulary = known_ids
     return DrafterChain(*drafters) if len(drafters) > 1 else drafters[0]

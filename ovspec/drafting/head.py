@@ -7,7 +7,7 @@ from ovspec.drafting.draft_model import ModelDrafter
 from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
-from ovspec.sampling.samplers import DraftIds
+from ovspec.sampling.samplers import TrimmedVocabulary
 
 # The maximum number of tokens, forced or not read yet, that the head reads one by one because they have no features.
 MAX_TOKENS_WITHOUT_FEATURES = 8
@@ -21,8 +21,8 @@ class HeadDrafter(ModelDrafter):
 
     name = "head"
 
-    def __init__(self, decoder: HeadDecoder, draft_ids: DraftIds | None) -> None:
-        super().__init__(decoder, draft_ids)
+    def __init__(self, decoder: HeadDecoder, trimmed_vocabulary: TrimmedVocabulary | None) -> None:
+        super().__init__(decoder, trimmed_vocabulary)
         self._head_decoder = decoder
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.base.sandbox import LimitExceeded, SandboxPool, serve_requests
+from ovspec.base.sandbox import SandboxLimitExceeded, SandboxPool, serve_requests
 from ovspec.grammars import sources
 from ovspec.grammars.wording import word_llguidance_error, word_placed_error
 from ovspec.sampling.tool_grammar import TOKEN_NAMES_KEY, write_tools_grammar
@@ -74,7 +74,7 @@ def request_conversion(request_text: str) -> tuple[str, str]:
     label = request["label"]
     try:
         reply = converter.ask(request_text)
-    except LimitExceeded as why:
+    except SandboxLimitExceeded as why:
         if converter is TOOLS_CONVERTER:
             label = find_slowest_tool(request)
         raise OvspecError(f"{label}: the check {why}; simplify it.") from None
@@ -94,7 +94,7 @@ def find_slowest_tool(request: JsonObject) -> str:
             break
         try:
             SLOWEST_TOOL_CONVERTER.ask(json.dumps(tool_request))
-        except LimitExceeded:
+        except SandboxLimitExceeded:
             return label
     return f"{request['label']}: the schemas together"
 

@@ -44,7 +44,7 @@ class DraftedToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DraftIds:
+class TrimmedVocabulary:
     """The ids that a draft proposes, if they are only some of the target's.
 
     target_ids: the target's id of each of the draft's logits, (n,) int64. target_width: width of the target's logits.
@@ -54,12 +54,12 @@ class DraftIds:
     target_width: int
 
 
-def spread_draft_logits(logits: np.ndarray, draft_ids: DraftIds | None) -> np.ndarray:
+def spread_draft_logits(logits: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None) -> np.ndarray:
     """Return a draft's ``logits`` (n,) as logits of the target, (target_width,), with -inf for all other ids."""
-    if not draft_ids:
+    if not trimmed_vocabulary:
         return logits
-    target_logits = np.full(draft_ids.target_width, -np.inf, dtype=np.float32)
-    target_logits[draft_ids.target_ids] = logits
+    target_logits = np.full(trimmed_vocabulary.target_width, -np.inf, dtype=np.float32)
+    target_logits[trimmed_vocabulary.target_ids] = logits
     return target_logits
 
 
@@ -104,11 +104,11 @@ class Sampler(Protocol):
         ...
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
     ) -> DraftedToken | None:
         """Return the token to propose after ``tokens`` (n,), by a draft's ``logits``; None if no token may follow.
 
-        ``logits`` (vocab,) are of the target's ids, or of the ids of ``draft_ids``.
+        ``logits`` (vocab,) are of the target's ids, or of the ids of ``trimmed_vocabulary``.
         """
         ...
 
@@ -162,11 +162,11 @@ class GreedySampler(ComparingSampler):
         return chosen_ids
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
     ) -> DraftedToken | None:
         if not self.constraints.has_constraints:
-            return draft_most_likely_token(logits, draft_ids)
-        logits = self.constraints.process_logits(spread_draft_logits(logits, draft_ids), tokens)
+            return draft_most_likely_token(logits, trimmed_vocabulary)
+        logits = self.constraints.process_logits(spread_draft_logits(logits, trimmed_vocabulary), tokens)
         # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
         if not self.constraints.allows_token(int(logits.argmax()), tokens):
             logits = self.constraints.mask_logits(logits, tokens)
@@ -180,13 +180,15 @@ class GreedySampler(ComparingSampler):
         return require_token(draft_most_likely_token(self.constraints.mask_logits(logits, tokens)))
 
 
-def draft_most_likely_token(logits: np.ndarray, draft_ids: DraftIds | None = None) -> DraftedToken | None:
+def draft_most_likely_token(
+    logits: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
+) -> DraftedToken | None:
     token = int(logits.argmax())
     if not logits[token] > -np.inf:  # NaN isn't, either
         return None
     confidence = 1 / float(np.exp(logits - logits[token]).sum())
-    if draft_ids:
-        token = int(draft_ids.target_ids[token])
+    if trimmed_vocabulary:
+        token = int(trimmed_vocabulary.target_ids[token])
     return DraftedToken(token, confidence)
 
 
@@ -221,11 +223,11 @@ class SharedNoiseSampler(ComparingSampler):
         return chosen_ids
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
     ) -> DraftedToken | None:
-        if draft_ids and not self.constraints.has_constraints:
-            return self._draw_token(logits, len(tokens), draft_ids)
-        logits = self.constraints.process_logits(spread_draft_logits(logits, draft_ids), tokens)
+        if trimmed_vocabulary and not self.constraints.has_constraints:
+            return self._draw_token(logits, len(tokens), trimmed_vocabulary)
+        logits = self.constraints.process_logits(spread_draft_logits(logits, trimmed_vocabulary), tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
         if self.constraints.has_constraints and not self._params.truncating_options:
             drawn_token = self._draw_token(logits, len(tokens))
@@ -237,15 +239,17 @@ class SharedNoiseSampler(ComparingSampler):
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         return require_token(self.choose_draft_token(logits, tokens))
 
-    def _draw_token(self, logits: np.ndarray, position: int, draft_ids: DraftIds | None = None) -> DraftedToken | None:
+    def _draw_token(
+        self, logits: np.ndarray, position: int, trimmed_vocabulary: TrimmedVocabulary | None = None
+    ) -> DraftedToken | None:
         if not logits.max() > -np.inf:
             return None
-        vocab_size = draft_ids.target_width if draft_ids else len(logits)
+        vocab_size = trimmed_vocabulary.target_width if trimmed_vocabulary else len(logits)
         noise_bits = self._noise_by_position.get(position)
         if noise_bits is None or len(noise_bits) < vocab_size:
             noise_bits = make_noise(self._seed, self._sample, position, vocab_size, CHOICE_NOISE)
             self._noise_by_position[position] = noise_bits
-        warped_logits = warp_logits(logits, self._params, draft_ids and draft_ids.target_ids)
+        warped_logits = warp_logits(logits, self._params, trimmed_vocabulary and trimmed_vocabulary.target_ids)
         return DraftedToken(*draw_token(warped_logits, noise_bits[:vocab_size]))
 
 
@@ -288,9 +292,9 @@ class RejectionSampler:
         return np.array(chosen_ids, dtype=np.int64)
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
     ) -> DraftedToken | None:
-        logits = self.constraints(spread_draft_logits(logits, draft_ids), tokens)
+        logits = self.constraints(spread_draft_logits(logits, trimmed_vocabulary), tokens)
         if logits.max() == -np.inf:
             return None
         warped_logits = warp_logits(logits, self._params)
@@ -314,9 +318,9 @@ class UserSampler(ComparingSampler):
         self._sampler_options = params.sampler_options or {}
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
     ) -> DraftedToken | None:
-        return draft_most_likely_token(self.constraints(spread_draft_logits(logits, draft_ids), tokens))
+        return draft_most_likely_token(self.constraints(spread_draft_logits(logits, trimmed_vocabulary), tokens))
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies, because the function may keep or modify its arguments.

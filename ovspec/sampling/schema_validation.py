@@ -10,7 +10,7 @@ from pathlib import Path
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.base.files import read_text
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.base.sandbox import LimitExceeded, SandboxPool, serve_requests
+from ovspec.base.sandbox import SandboxLimitExceeded, SandboxPool, serve_requests
 from ovspec.grammars.response_format import unwrap_response_format
 
 MAX_VALIDATION_SECONDS = 5.0
@@ -51,7 +51,7 @@ def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) ->
     is_slow = SLOW_KEYWORDS.search(schema_text) or len(schema_text) * len(request["text"]) > MAX_DIRECT_SIZE
     try:
         reply = VALIDATOR.ask(json.dumps(request)) if is_slow else answer_validation_request(request)
-    except LimitExceeded as reason:
+    except SandboxLimitExceeded as reason:
         return [f"#: the check {reason}, so whether the text is valid is unknown"]
     except UnavailableError:
         return ["#: the process that checks it ended without an answer, so whether the text is valid is unknown"]

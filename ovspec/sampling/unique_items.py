@@ -223,21 +223,21 @@ class UniqueItems:
     def advance_by_bytes(self, cursor: JsonCursor, added_bytes: bytes) -> JsonCursor | None:
         """Return ``cursor`` with ``added_bytes`` behind it; None if that completes an item that is there already."""
         skipped_count = min(cursor.skipped_bytes, len(added_bytes))
-        json_walk = JsonWalk(self._tracks, cursor, added_bytes[skipped_count:])
-        if not all(map(json_walk.read_byte, range(len(cursor.text), len(json_walk.text)))):
+        json_reader = JsonByteReader(self._tracks, cursor, added_bytes[skipped_count:])
+        if not all(map(json_reader.read_byte, range(len(cursor.text), len(json_reader.text)))):
             return None
         unskipped_count = cursor.skipped_bytes - skipped_count
         return JsonCursor(
-            json_walk.text,
-            tuple(json_walk.containers),
-            json_walk.token_kind,
-            json_walk.expects_key,
-            json_walk.token_start,
+            json_reader.text,
+            tuple(json_reader.containers),
+            json_reader.token_kind,
+            json_reader.expects_key,
+            json_reader.token_start,
             unskipped_count,
         )
 
 
-class JsonWalk:
+class JsonByteReader:
     """Reads the bytes of ``added_bytes`` behind a text; its fields are those of ``JsonCursor``."""
 
     def __init__(self, tracks: ItemTracks, cursor: JsonCursor, added_bytes: bytes) -> None:

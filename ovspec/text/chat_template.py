@@ -14,7 +14,7 @@ from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_text
-from ovspec.base.sandbox import LimitExceeded, SandboxPool
+from ovspec.base.sandbox import SandboxLimitExceeded, SandboxPool
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig, read_special_tokens
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
@@ -124,7 +124,7 @@ class ChatTemplate:
             raise OvspecError(f"The chat messages cannot be passed to the chat template as JSON: {error}.") from None
         try:
             return RENDERER.ask(request_json)
-        except LimitExceeded as limit_error:
+        except SandboxLimitExceeded as limit_error:
             raise TemplateError(
                 f"The model's chat template {limit_error}; give plain text, not chat messages."
             ) from None

@@ -23,7 +23,7 @@ from ovspec.params import Params
 from ovspec.params.generation import AcceptRule
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.grammar_constraint import GrammarCompiler
-from ovspec.sampling.samplers import DraftedToken, DraftIds, make_sampler
+from ovspec.sampling.samplers import DraftedToken, TrimmedVocabulary, make_sampler
 from ovspec.sampling.warp import softmax, warp_logits
 
 UNLIKELY = 1e-4
@@ -58,7 +58,7 @@ GRAMMARS = GrammarCompiler(TOKENIZER, VOCABULARY)
 RANDOM = np.random.default_rng(11)
 TARGET = (1.1 * RANDOM.standard_normal((6, 6))).astype(np.float32)
 DRAFT = (TARGET + 0.7 * RANDOM.standard_normal((6, 6))).astype(np.float32)
-HEAD = DraftIds(np.array([5, 1, 3, 2]), 6)  # a head's: it can't propose every token
+HEAD = TrimmedVocabulary(np.array([5, 1, 3, 2]), 6)  # a head's: it can't propose every token
 
 
 class Cyclic(Drafter):

@@ -30,7 +30,7 @@ from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import ACCEPT_NOISE, draw_token, make_noise
 from ovspec.sampling.processors import make_processors
-from ovspec.sampling.samplers import DraftIds, Sampler, make_sampler
+from ovspec.sampling.samplers import Sampler, TrimmedVocabulary, make_sampler
 from ovspec.sampling.warp import WarpedLogits, find_smallest_up_to_weight, ids_of_largest_logits, softmax, warp_logits
 
 VOCAB = 300
@@ -255,7 +255,7 @@ def test_noise_of_a_smaller_vocabulary_is_the_same() -> None:
 RANDOM = np.random.default_rng(7)
 TARGET = (1.2 * RANDOM.standard_normal((5, 5))).astype(np.float32)
 DRAFT = (TARGET + 0.8 * RANDOM.standard_normal((5, 5))).astype(np.float32)
-HEAD = DraftIds(np.array([4, 1, 0]), 5)  # a head's: it can't propose every token
+HEAD = TrimmedVocabulary(np.array([4, 1, 0]), 5)  # a head's: it can't propose every token
 LENGTH = 3
 
 

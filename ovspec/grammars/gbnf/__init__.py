@@ -39,7 +39,7 @@ def convert_gbnf_to_lark(text: str) -> str:
             if not greedy_lexemes:
                 return lexeme_plan.write_lark()
             split_expressions |= greedy_lexemes
-    except AnalysisTooLong:
+    except AnalysisTooLongError:
         return LexemePlan(grammar, facts, None).write_lark()
 
 
@@ -130,7 +130,7 @@ class ExpressionAnalysis:
         return self.empty_text
 
 
-class AnalysisTooLong(Exception):
+class AnalysisTooLongError(Exception):
     """The analysis would take too long."""
 
 
@@ -143,7 +143,7 @@ class StepBudget:
     def spend(self, steps: int) -> None:
         self.steps_left -= steps
         if self.steps_left < 0:
-            raise AnalysisTooLong
+            raise AnalysisTooLongError
 
 
 @dataclass

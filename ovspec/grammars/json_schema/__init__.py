@@ -13,7 +13,7 @@ from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.grammars.json_schema.checking import SchemaChecker, join_with_and, require_condition
 from ovspec.grammars.json_schema.item_tracks import ItemTracks, make_item_tracks
 from ovspec.grammars.json_schema.parameters import ParameterExpressions, write_parameters_as_lark
-from ovspec.grammars.json_schema.schemas import CircularSchema, SchemaGraph
+from ovspec.grammars.json_schema.schemas import CircularSchemaError, SchemaGraph
 from ovspec.grammars.json_schema.shapes import Strings
 from ovspec.grammars.json_schema.writing import JsonStyle, RuleWriter, make_string_schema, write_schema_as_lark
 
@@ -106,7 +106,7 @@ def compile_schema(
         if not rules.allows_repeats:
             return CompiledSchema(lark, checker.warning())
         return CompiledSchema(lark, checker.warning(), make_item_tracks(rules.graph))
-    except CircularSchema as error:
+    except CircularSchemaError as error:
         raise OvspecError(f"{error}: this can never come to an end, because it refers to itself.") from None
     except RecursionError:
         raise OvspecError("#: it is nested too deeply; split it into named parts.") from None

@@ -37,18 +37,18 @@ UNRESTRICTING_KEYWORDS = {*ANNOTATION_KEYWORDS, "$defs", "definitions"}
 MAX_ALTERNATIVES = 400  # of one type
 
 
-class TooManyAlternatives(Exception):
+class TooManyAlternativesError(Exception):
     """Merging gave too many alternatives."""
 
 
 def check_alternative_count(shape: ValueShape) -> ValueShape:
-    """Return ``shape``; raises TooManyAlternatives if it has too many."""
+    """Return ``shape``; raises TooManyAlternativesError if it has too many."""
     if any(len(alternatives) > MAX_ALTERNATIVES for alternatives in shape.by_type.values()):
-        raise TooManyAlternatives
+        raise TooManyAlternativesError
     return shape
 
 
-class CircularSchema(Exception):
+class CircularSchemaError(Exception):
     """A schema refers to itself before any value has begun."""
 
 
@@ -93,7 +93,7 @@ class SchemaGraph:
             if not self.old_dialect and schema.keys() - {"$ref", *UNRESTRICTING_KEYWORDS}:
                 break
             if id(schema) in passed_ids:
-                raise CircularSchema(pointer)
+                raise CircularSchemaError(pointer)
             passed_ids.add(id(schema))
             schema, pointer = resolve_reference(self._root, schema["$ref"], f"{pointer}/$ref")
         if schema is True or (isinstance(schema, dict) and not schema.keys() - UNRESTRICTING_KEYWORDS):
@@ -132,7 +132,7 @@ class SchemaGraph:
         """Return the alternatives of the values of ``node``, without those that no value fits."""
         if node not in self._shapes:
             if node in self._nodes_in_evaluation:
-                raise CircularSchema(min((self._schemas[number][1] for number, _ in node if number), default="#"))
+                raise CircularSchemaError(min((self._schemas[number][1] for number, _ in node if number), default="#"))
             self._nodes_in_evaluation.add(node)
             try:
                 self._shapes[node] = self._evaluate_shape(node)
@@ -144,14 +144,14 @@ class SchemaGraph:
         """Return whether no value fits ``node``, as far as that is easy to see."""
         try:
             return node == NO_VALUE or not self.find_shape(node)
-        except CircularSchema:  # only through values within values
+        except CircularSchemaError:  # only through values within values
             return False
 
     def find_unenforceable(self, node: SchemaNode) -> UnenforceableValues | None:
         """Return why no value of ``node`` can be generated, if all alternatives are dispensable."""
         try:
             shape = self.find_shape(node)
-        except CircularSchema:
+        except CircularSchemaError:
             return None
         first_unenforceable: UnenforceableValues | None = None
         for alternative in itertools.chain.from_iterable(shape.by_type.values()):
@@ -186,7 +186,7 @@ class SchemaGraph:
         """Refuse a keyword that gives too many alternatives, or leave it out if the reading is lenient."""
         try:
             yield
-        except TooManyAlternatives:
+        except TooManyAlternativesError:
             if not self.lenient:
                 reason = f"this gives more than {MAX_ALTERNATIVES} alternatives; simplify it."
                 raise OvspecError(f"{pointer}: {reason}") from None
@@ -202,7 +202,7 @@ class SchemaGraph:
             (schema_number, must_match), ancestor_numbers = pending_conditions.pop(0)
             schema, pointer = self._schemas[schema_number]
             if schema_number in ancestor_numbers:
-                raise CircularSchema(pointer)
+                raise CircularSchemaError(pointer)
             if (schema_number, must_match) in gathered_conditions:
                 continue
             gathered_conditions.add((schema_number, must_match))
