@@ -50,7 +50,7 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
             properties |= HEAD_PROPERTIES
     properties |= options.fixed_properties
     head_graph = read_head_graph(folder, target.ir.folder)
-    check_target_ids(head_graph.target_ids, folder, target)
+    refuse_ids_missing_in_target(head_graph.target_ids, folder, target)
     is_paged = on_target_device and target.engine == "paged"
     if is_paged:
         rewrite_to_paged(head_graph.model)
@@ -72,11 +72,11 @@ def load_compiled_draft(
     Raises OvspecError like ``compile_ir``, or if it was made for another target.
     """
     model = load_model_with_profile(profile, folder, options, engine)
-    check_target_ids(model.ir.target_ids, folder, target)
+    refuse_ids_missing_in_target(model.ir.target_ids, folder, target)
     return choose_two_token_rule(model, options)
 
 
-def check_target_ids(draft_ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
+def refuse_ids_missing_in_target(draft_ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
     """Raise OvspecError if the draft or head in ``folder`` proposes ``draft_ids`` (n,) that its ``target`` lacks."""
     target_width = target.ir.logits_width
     if draft_ids is not None and (len(missing_ids := draft_ids[(draft_ids < 0) | (draft_ids >= target_width)])):
