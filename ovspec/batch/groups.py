@@ -22,16 +22,16 @@ GROUPS_PER_WORKER = 16
 class RequestGroup:
     """Lines of a file, by their index in it.
 
-    file: the number of the file.
-    file_lines: the number of all lines of the file.
+    file_number: of the file.
+    file_line_count: the number of all lines of the file.
     keys: of each line of the group.
     requests: of the lines that are to be generated.
     lines: output lines.
     worker_deaths: the number of workers that died with this group.
     """
 
-    file: int
-    file_lines: int
+    file_number: int
+    file_line_count: int
     keys: dict[int, str]
     requests: dict[int, BatchRequest]
     lines: dict[int, JsonObject] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class RequestGroup:
         for index, request in self.requests.items():
             group_keys[index] = self.keys[index]
             yield RequestGroup(
-                self.file, self.file_lines, group_keys, {index: request}, worker_deaths=self.worker_deaths
+                self.file_number, self.file_line_count, group_keys, {index: request}, worker_deaths=self.worker_deaths
             )
             group_keys = {}
 
@@ -102,26 +102,27 @@ class ResultCollector:
 
     def collect_group(self, group: RequestGroup) -> None:
         """Keep the lines of ``group``, and write its file if they are the last ones."""
-        partial_results, line_keys = self._open_partial_results(group.file)
+        partial_results, line_keys = self._open_partial_results(group.file_number)
         if not line_keys:
-            self.progress.total += group.file_lines
+            self.progress.total += group.file_line_count
         self.progress.done_before += len(group.keys) - len(group.lines)
         line_keys |= group.keys
         for index, line in group.lines.items():
             partial_results.store_line(line_keys[index], line)
             self.progress.count_output_line(line)
             self.progress.generated_tokens += count_generated_tokens(line)
-        if len(line_keys) == group.file_lines:
-            file = self._files[group.file]
+        if len(line_keys) == group.file_line_count:
+            file = self._files[group.file_number]
             write_results(
-                file.results_path, partial_results.select_lines(line_keys[index] for index in range(group.file_lines))
+                file.results_path,
+                partial_results.select_lines(line_keys[index] for index in range(group.file_line_count)),
             )
             if file.size_and_time:
-                mark_text = f"{group.file_lines} {self._make_finished_mark(file)}"
+                mark_text = f"{group.file_line_count} {self._make_finished_mark(file)}"
                 write_atomically(append_ending(file.partial_results_path, ".done"), mark_text)
             partial_results.delete_file()
             partial_results.close()
-            del self._open_results[group.file]
+            del self._open_results[group.file_number]
 
     def close(self) -> None:
         for partial_results, _ in self._open_results.values():

@@ -31,7 +31,7 @@ CLICK_NUMBER_TYPES = {int: "integer", float: "float"}
 CHAT_MAX_TOKENS = 1024
 CHAT_DEFAULT_TEXTS = {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}
 # (command, option) -> the default that a command sets itself, in words.
-COMMAND_DEFAULTS = {("chat", option): words for option, words in CHAT_DEFAULT_TEXTS.items()}
+COMMAND_DEFAULT_TEXTS = {("chat", option): default_text for option, default_text in CHAT_DEFAULT_TEXTS.items()}
 
 
 class ParsedType(click.ParamType):
@@ -124,7 +124,7 @@ def add_options(options: Mapping[str, Option]) -> CommandDecorator:
     def add_to_command(command: CommandFunction) -> CommandFunction:
         for name, option in reversed([*options.items()]):
             if option.flags != () and (not option.commands or command.__name__ in option.commands):
-                default_meaning = COMMAND_DEFAULTS.get((command.__name__, name), option.default_meaning)
+                default_meaning = COMMAND_DEFAULT_TEXTS.get((command.__name__, name), option.default_meaning)
                 command = make_click_option(replace(option, default_meaning=default_meaning))(command)
         return command
 

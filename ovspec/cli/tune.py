@@ -109,8 +109,8 @@ def show_tuning_progress(label: str) -> Iterator[Callable[[str, float], None]]:
     def show_setting(setting: str | None) -> str:
         return setting or ""
 
-    with click.progressbar(None, 1000, label, item_show_func=show_setting, file=sys.stderr) as bar:
-        yield lambda setting, share: bar.update(int(1000 * share) - bar.pos, setting)
+    with click.progressbar(None, 1000, label, item_show_func=show_setting, file=sys.stderr) as progress_bar:
+        yield lambda setting, share: progress_bar.update(int(1000 * share) - progress_bar.pos, setting)
 
 
 def format_tuning_report(model_role: str, folder: Path, profile: Profile) -> list[str]:

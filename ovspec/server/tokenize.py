@@ -35,7 +35,7 @@ class DetokenizeReply(ReplyModel):
 
 def tokenize_body(context: ServerContext, ignored_names: IgnoredNames, body: TokenizeRequest) -> TokenizeReply:
     """Return the tokens of a text or a chat; names of ignored fields are added to ``ignored_names``."""
-    token_ids = encode_body(context, ignored_names, body)
+    token_ids = encode_prompt_of_body(context, ignored_names, body)
     tokenizer = context.lm.tokenizer
     max_model_len = context.lm.target.ir.context_length
     if not body.with_pieces:
@@ -52,7 +52,7 @@ def decode_token_piece(token_bytes: bytes) -> str | list[int]:
         return list(token_bytes)
 
 
-def encode_body(context: ServerContext, ignored_names: IgnoredNames, body: TokenizeRequest) -> list[int]:
+def encode_prompt_of_body(context: ServerContext, ignored_names: IgnoredNames, body: TokenizeRequest) -> list[int]:
     """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be combined."""
     lm = context.lm
     texts = [text for text in (body.prompt, body.content) if text is not None]

@@ -43,7 +43,7 @@ def test_groups_have_all_lines_and_common_beginnings(count: int, workers: int, s
     assert sorted(place for group in found for place in group.requests) == list(range(count))
     beginnings = [request.source[0] for group in found for request in group.requests.values()]
     assert beginnings == sorted(beginnings)
-    assert {(group.file, group.file_lines) for group in found} == {(3, count)}
+    assert {(group.file_number, group.file_line_count) for group in found} == {(3, count)}
 
 
 def test_answers_in_any_order_and_over_two_runs(tmp_path: Path) -> None:

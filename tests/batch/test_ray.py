@@ -161,7 +161,7 @@ def test_options_reach_the_workers(
     done = command("batch", pair, requests_file, "-o", "nowhere", *ways)
     assert "seen enough" in done.stderr
     job, cpus, count, mixed, words = given
-    assert (cpus, count, mixed, job.mixed, job.folders[0].folder) == (2, 1, True, True, pair)
+    assert (cpus, count, mixed, job.allows_mixed_arithmetic, job.shipments[0].folder) == (2, 1, True, True, pair)
     assert (job.draft, job.load_options["precision"], job.params.max_tokens) == (parse_draft("lookup"), "f32", 7)
     assert "`precision='f32'` on 2 processors as kind" in words
 
@@ -480,7 +480,7 @@ def lines_of(pool: WorkerPool, todo: list[RequestGroup]) -> dict[int, dict[str, 
         for group in answered:
             lines.extend(group.lines.items())
             keys.extend(group.keys)
-    assert sorted(keys) == list(range(todo[0].file_lines))
+    assert sorted(keys) == list(range(todo[0].file_line_count))
     found = dict(lines)
     assert len(found) == len(lines)
     return found

@@ -141,7 +141,7 @@ def find_reference_arithmetic(job: WorkerJob, cpus: int) -> ReferenceArithmetic:
     """Return the reference that a first worker finds, whose processors are then free."""
     worker = start_worker(job, None, cpus, 0)
     try:
-        with show_step(f"{job.folders[0].folder}: loading on a first worker"):
+        with show_step(f"{job.shipments[0].folder}: loading on a first worker"):
             return ray.get(worker.load_worker_model.remote())
     except RayTaskError:  # the worker's own error
         raise

@@ -27,15 +27,15 @@ from ovspec.setup.profile import add_profiles_to_options, read_profile_json
 class WorkerJob:
     """The work of each worker: a model to load, perhaps with a draft, and the params of its requests."""
 
-    folders: list[Shipment]  # of the model, and of its draft unless that is inside of it
+    shipments: list[Shipment]  # of the model, and of its draft unless that is inside of it
     draft: Any  # as for ovspec.load
     load_options: JsonObject
     params: Params  # of requests that don't set their own
-    mixed: bool  # whether workers with other bits take part
+    allows_mixed_arithmetic: bool  # whether workers with other bits take part
 
     def describe_worker(self, cpus: int, reference: ReferenceArithmetic | None = None) -> str:
         """Return the model, the options and the processors of a worker, in words for an error."""
-        description_words = [str(self.folders[0].folder)]
+        description_words = [str(self.shipments[0].folder)]
         description_words += [f"`{name}={value!r}`" for name, value in self.load_options.items() if value is not None]
         description_words.append(f"on {cpus} processor{'s' * (cpus > 1)}")
         if reference:
@@ -66,7 +66,7 @@ class Worker:
         """Load the model, before any request."""
         job = self._job
         reference = self._reference
-        model, *outside_drafts = [shipment.receive_folder() for shipment in job.folders]
+        model, *outside_drafts = [shipment.receive_folder() for shipment in job.shipments]
         draft = job.draft
         if outside_drafts:
             draft = replace(parse_draft(job.draft), model=outside_drafts[0])  # type: ignore[type-var]
@@ -78,7 +78,7 @@ class Worker:
             )
         load_options: Any = job.load_options | {"cache_dir": device_options.cache_dir}
         lm = load(model, draft, **load_options)
-        lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
+        lm.runtime.identity = lm.runtime.identity | {"folder": str(job.shipments[0].folder)}
         self._thread = BatchThread(lm, job.params)
         params = lm.runtime.row_maker.complete_params(job.params)
         arithmetics, checksums = zip(
@@ -86,7 +86,7 @@ class Worker:
         )
         arithmetic = ", draft: ".join(arithmetics)
         logits_checksums = ", draft: ".join(checksums)
-        if reference and logits_checksums != reference.logits_checksum and not job.mixed:
+        if reference and logits_checksums != reference.logits_checksum and not job.allows_mixed_arithmetic:
             raise OvspecError(
                 f"The worker on {platform.node()} computes other bits ({arithmetic}) than the first one "
                 f"({reference.computing_conditions}). Leave it out, or let it take part with `mixed=True`."
