@@ -1,7 +1,7 @@
 """Drafts that propose only some of their target's ids: the ids, and an IR with the lm_head's rows of these alone.
 
 A checkpoint of such a draft has the file ``DRAFT_VOCABULARY_FILE`` with the ids; its weights are a usual draft's. The
-rows are cut when it is exported. Its IR names the ids in the output ``IDS``.
+rows are cut when it is exported. Its IR names the ids in the output ``TARGET_IDS_OUTPUT``.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def export_pair(
         draft_compression: how the draft's weights are stored; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
         evaluate: a text file on which the exported models are compared with the checkpoints.
-        chat_template: the target's template in place of its own; see ``given_source``.
+        chat_template: the target's template in place of its own; see ``resolve_custom_template``.
         trust_remote_code: run the Python code that a checkpoint brings.
 
     Raises:

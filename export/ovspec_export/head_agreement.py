@@ -65,7 +65,7 @@ def compute_head_outputs(
     with torch.no_grad():
         target_states = torch.from_numpy(states)[None]
         token_batch = torch.from_numpy(tokens)[None]
-        fused_features = head.fuse_states(target_states)
+        fused_features = head.fuse_target_states(target_states)
 
         def run_head(features: torch.Tensor) -> tuple[torch.Tensor, ...]:
             attention_mask = torch.ones(features.shape[:2], dtype=torch.int64)

@@ -125,7 +125,7 @@ class EagleHead(nn.Module):
         self.d2t: Tensor
         self.register_buffer("d2t", torch.zeros(layout.draft_vocab_size, dtype=torch.int64), persistent=False)
 
-    def fuse_states(self, target_hidden_states: Tensor) -> Tensor:
+    def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
         """Return features [batch, new, hidden] of the inputs of the target's layers, side by side."""
         states = target_hidden_states if self.input_norm is None else self.input_norm(target_hidden_states)
         if self.fc_norm:
@@ -164,7 +164,7 @@ class EagleHead(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return logits, the next features, the output of ``fuse_states``, and the longer cache, as the IR does.
+        """Return logits, the next features, the output of ``fuse_target_states``, and the longer cache, as the IR does.
 
         tokens: ids, or embeddings if it has none itself.
         """
@@ -172,7 +172,7 @@ class EagleHead(nn.Module):
         mask = make_causal_mask(attention_mask, position_ids.shape[1])
         states, cache = self.run_layer(embedded, features, mask, position_ids, (key, value))
         outputs = (self.compute_logits(states), self.compute_next_features(states))
-        return *outputs, self.fuse_states(target_hidden_states), *cache
+        return *outputs, self.fuse_target_states(target_hidden_states), *cache
 
 
 def make_linear(layout: HeadLayout, name: str, input_width: int, output_width: int) -> nn.Linear:

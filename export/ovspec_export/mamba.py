@@ -101,18 +101,18 @@ def replace_optimum_mixer() -> None:
     original_enter = Patcher.__enter__
 
     @functools.wraps(original_initialize)
-    def initialize_with_scan(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_with_scan_conversion(self: Any, *args: Any, **kwargs: Any) -> None:
         original_initialize(self, *args, **kwargs)
         self.module_extensions = {SelectiveScan: ModuleExtension(SelectiveScan, "ovspec_scan")}
         self.conversion_extensions = [ConversionExtension("ovspec_scan", convert_scan)]
 
     @functools.wraps(original_enter)
-    def enter_with_mixer(self: Any) -> Any:
+    def enter_and_replace_mixer(self: Any) -> Any:
         entered_patcher = original_enter(self)
         for layer in self._model.backbone.layers:
             layer.mixer.scan = SelectiveScan()
             layer.mixer.forward = types.MethodType(run_mixer, layer.mixer)
         return entered_patcher
 
-    Patcher.__init__ = initialize_with_scan
-    Patcher.__enter__ = enter_with_mixer
+    Patcher.__init__ = initialize_with_scan_conversion
+    Patcher.__enter__ = enter_and_replace_mixer

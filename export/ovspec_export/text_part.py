@@ -77,10 +77,14 @@ def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
     config = {name: outer_config[name] for name in SHARED_ENTRIES if name in outer_config}
     config |= {name: entry for name, entry in text_config.items() if entry is not None}
     config["architectures"] = [model_class]
-    tie_key = "tie_word_embeddings"
-    tied_entries = [entries[tie_key] for entries in (outer_config, text_config) if entries.get(tie_key) is not None]
+    tied_embeddings_key = "tie_word_embeddings"
+    tied_entries = [
+        entries[tied_embeddings_key]
+        for entries in (outer_config, text_config)
+        if entries.get(tied_embeddings_key) is not None
+    ]
     if tied_entries:  # transformers 5 reads the outer config's, transformers 4 the inner one's
-        config[tie_key] = True in tied_entries if "lm_head.weight" not in tensor_names else tied_entries[0]
+        config[tied_embeddings_key] = True in tied_entries if "lm_head.weight" not in tensor_names else tied_entries[0]
     return config
 
 

@@ -96,11 +96,11 @@ Features = list[np.ndarray] | None  # of each row (tokens, width) float32; None 
 
 def split_into_inferences(counts: list[int], max_tokens: int) -> Iterator[list[tuple[int, int]]]:
     """Yield, for each inference of at most ``max_tokens``, every row's (begin, end) among its ``counts`` tokens."""
-    begins = [0, *itertools.accumulate(counts)]
-    for first_token in range(0, begins[-1], max_tokens):
+    row_begins = [0, *itertools.accumulate(counts)]
+    for first_token in range(0, row_begins[-1], max_tokens):
         yield [
             (min(max(first_token - begin, 0), count), min(max(first_token + max_tokens - begin, 0), count))
-            for begin, count in zip(begins, counts, strict=False)
+            for begin, count in zip(row_begins, counts, strict=False)
         ]
 
 

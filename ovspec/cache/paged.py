@@ -72,7 +72,7 @@ class PagedDecoder:
             raise ValueError("two queries for a token need a model rewritten by allow_several_queries_per_token")
         self.context_length = ir.context_length
         self.rule = rule
-        self._computed_tokens = [rule.padded_token_count(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
+        self._padded_token_counts = [rule.padded_token_count(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
         self._computed_logits = [rule.padded_logits_count(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
         self._ir = ir
         self._vocabulary = vocabulary
@@ -113,7 +113,7 @@ class PagedDecoder:
         with self._tensors.lock:
             self._tables.reorder([EMPTY_ROW] * rows)
             freed_bytes = self._tensors.shrink_if_unused()
-            self._bind_arrays()  # to the small arrays, because the request keeps the arrays it is bound to alive
+            self._bind_cache_arrays()  # to the small arrays, because the request keeps the arrays it is bound to alive
         if freed_bytes > LEAST_TRIMMED_BYTES:
             trim_heap()
 
@@ -188,7 +188,7 @@ class PagedDecoder:
         with self._tensors.lock:
             self._tables.extend(0, 0, len(tokens))
             self._tensors.grow()
-            self._bind_arrays()
+            self._bind_cache_arrays()
             table = self._tables.tables[0]
             own_arrays = self._tensors.arrays
             expected_layouts = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
@@ -284,14 +284,14 @@ class PagedDecoder:
         fed_rows = [row for row, (_, new_tokens) in enumerate(row_inputs) if len(new_tokens)]
         token_counts = tuple([len(row_inputs[row][1]) for row in fed_rows])
         query_counts = tuple([max(self.rule.queries, token_count) for token_count in token_counts])
-        ids, positions = self._token_arrays[(sum(token_counts),)]
-        past_lengths, query_begins = self._length_arrays(len(fed_rows))
+        token_ids, positions = self._token_arrays[(sum(token_counts),)]
+        past_lengths, query_begins = self._reuse_length_arrays(len(fed_rows))
         copies: list[tuple[int, int]] = []
         token_begin = longest_context = 0
         for i, row in enumerate(fed_rows):
             position, new_tokens = row_inputs[row]
             token_end = token_begin + len(new_tokens)
-            ids[token_begin:token_end] = new_tokens
+            token_ids[token_begin:token_end] = new_tokens
             positions[token_begin:token_end] = np.arange(position, position + len(new_tokens))
             past_lengths[i] = position
             query_begins[i + 1] = query_begins[i] + query_counts[i]
@@ -304,7 +304,7 @@ class PagedDecoder:
         self._longest_context[...] = longest_context
         if self._tensors.pool.needed_capacity > self._tensors.capacity:
             self._tensors.grow()
-        self._bind_arrays()
+        self._bind_cache_arrays()
         self._tensors.copy_blocks(copies)
         # Tokens that fill the inference up after a row's new tokens, which the row contains by now, have logits, too.
         # The result leaves them out.
@@ -320,7 +320,9 @@ class PagedDecoder:
         query_inputs = map_queries_to_tokens(token_counts, query_counts)
         head_input = self._make_head_input(features, token_begin)
         cache_inputs = (past_lengths, query_begins, blocks, block_begins, self._longest_context)
-        logits = self._request.infer((ids, positions, *cache_inputs, logits_idx, head_input, *query_inputs), logits_idx)
+        logits = self._request.infer(
+            (token_ids, positions, *cache_inputs, logits_idx, head_input, *query_inputs), logits_idx
+        )
         if self._has_features:
             fed_features = np.split(self._request.read_output(FEATURES_OUTPUT), np.cumsum(token_counts)[:-1])
             for row, row_features in zip(fed_rows, fed_features, strict=True):
@@ -364,14 +366,14 @@ class PagedDecoder:
         token_count = sum([len(row_inputs[row][1]) for row in fed_rows])
         first_recomputable = int(self.rule.first_apart)  # the first token isn't computed together with later ones
         min_width = token_count + first_recomputable * (token_count == len(fed_rows))
-        missing_count = self._computed_tokens[max(width, min_width)] - token_count
+        missing_count = self._padded_token_counts[max(width, min_width)] - token_count
         if missing_count <= 0 or not fed_rows:
             return row_inputs
         recomputable_count = 0
         if not self._head_width:
             recomputable_count = sum([max(0, row_inputs[row][0] - first_recomputable) for row in fed_rows])
         if recomputable_count < missing_count:  # too few for the width
-            missing_count = self._computed_tokens[min_width] - token_count
+            missing_count = self._padded_token_counts[min_width] - token_count
         for row in fed_rows if recomputable_count else ():
             if missing_count > 0:
                 position, new_tokens = row_inputs[row]
@@ -384,7 +386,7 @@ class PagedDecoder:
             row_inputs[fed_rows[-1]] = position, np.concatenate((new_tokens, np.repeat(new_tokens[-1:], missing_count)))
         return row_inputs
 
-    def _length_arrays(self, row_count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _reuse_length_arrays(self, row_count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 arrays to fill in: each row's cached tokens (count,), and its first query (count + 1,)."""
         if row_count not in self._reused_length_arrays:
             self._reused_length_arrays[row_count] = (
@@ -402,7 +404,7 @@ class PagedDecoder:
             self._flattened_version = rows, self._tables.version
         return self._flat_blocks, self._flat_block_begins
 
-    def _bind_arrays(self) -> None:
+    def _bind_cache_arrays(self) -> None:
         if self._bound_version != self._tensors.version:
             for name in self._tensors.cache_inputs if self._tensors.arrays else ():
                 self._request.openvino_request.set_tensor(name, self._tensors.arrays[name].tensor)

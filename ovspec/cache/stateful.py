@@ -31,7 +31,7 @@ from ovspec.cache.decoder import (
 from ovspec.cache.prefill import copy_shared_prefixes
 from ovspec.cache.sequence import EMPTY_ROW, GrowingArray, Sequence
 from ovspec.cache.slots import SlotTables
-from ovspec.ir.compile import CompiledIR, ModelState
+from ovspec.ir.compile import CompiledIR, StateVariable
 from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
 from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
 from ovspec.ir.memory import trim_heap
@@ -53,8 +53,8 @@ class StatefulDecoder:
     With recurrent states (``rollback.replay``) it has a single row; ``RowByRowDecoder`` combines several into a batch.
 
     Args:
-        rollback: how its states can be rolled back, from ``probing.find_probe``.
-        compact_at: number of dead slots at which the cache is compacted.
+        rollback: how its states can be rolled back, from ``load_or_probe_rollback``.
+        compaction_threshold: number of dead slots at which the cache is compacted.
         rule: how tokens are fed. With ``first_apart``, a text's first token gets an inference of its own: OpenVINO
             computes a prompt without a past in another attention kernel, which rounds differently.
     """
@@ -556,7 +556,7 @@ def make_stateful_decoder(
     return make_decoder()
 
 
-def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.ndarray, slots: np.ndarray) -> None:
+def gather_states(request: ov.InferRequest, states: list[StateVariable], rows: np.ndarray, slots: np.ndarray) -> None:
     """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
 
     The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
@@ -571,7 +571,7 @@ def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.n
             variable.state = ov.Tensor(np.ascontiguousarray(gathered_data))
 
 
-def read_states(request: ov.InferRequest, states: list[ModelState]) -> dict[str, np.ndarray]:
+def read_states(request: ov.InferRequest, states: list[StateVariable]) -> dict[str, np.ndarray]:
     """Return dequantised copies of ``states`` by name."""
     state_names = {state.name for state in states}
     return {

@@ -45,8 +45,8 @@ class ModelDrafter(Drafter):
         }
         unread_count = sum(max(1, len(rows[index].sequence) - count) for index, count in read_counts.items())
         reads_prompt = unread_count > WIDEST_INFERENCE or not all(read_counts.values())
-        remaining_counts = [budget and row.draft_budget(self.name) for row, budget in zip(rows, budgets, strict=True)]
-        if not lookahead.should_draft(self.name, unread_count, remaining_counts, reads_prompt):
+        draft_budgets = [budget and row.draft_budget(self.name) for row, budget in zip(rows, budgets, strict=True)]
+        if not lookahead.should_draft(self.name, unread_count, draft_budgets, reads_prompt):
             return [NO_PROPOSAL] * len(rows)
         drafts = [RowDraft(row, budget, self._trimmed_vocabulary) for row, budget in zip(rows, budgets, strict=True)]
         # First feed the tokens that the draft has not read yet, then its own tokens; the last one is never fed.
@@ -89,8 +89,8 @@ class ModelDrafter(Drafter):
         The other rows must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
         """
         prompt_rows = [index for index in drafting_rows if len(fed_tokens[index]) > PREFILL_THRESHOLD]
-        others_wait = lookahead.limits_waiting or len(prompt_rows) < len(drafting_rows)
-        if lookahead.fixed_length is not None or len(drafting_rows) <= 1 or not others_wait:
+        do_others_wait = lookahead.limits_waiting or len(prompt_rows) < len(drafting_rows)
+        if lookahead.fixed_length is not None or len(drafting_rows) <= 1 or not do_others_wait:
             return
         prompt_room = lookahead.max_prompt_tokens()
         for index in prompt_rows:

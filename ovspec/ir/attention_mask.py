@@ -10,7 +10,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, ModelState, find_model_states
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, StateVariable, find_state_variables
 from ovspec.ir.device import openvino_core
 
 LONGEST_TESTED_MASK = 32768  # slots to test a mask at if the config doesn't give the context length
@@ -62,7 +62,7 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
     if not masks:
         return None
     parameters = list(model.get_parameters())
-    recurrent = {state.name for state in find_model_states(model) if state.sequence_axis is None}
+    recurrent = {state.name for state in find_state_variables(model) if state.sequence_axis is None}
     state_shapes = {variable.info.variable_id: variable.info.data_shape for variable in model.get_variables()}
     for op in model.get_ops():
         if op.get_type_name() == "ReadValue":
@@ -93,7 +93,7 @@ def collect_ancestor_names(nodes: Sequence[ov.Node]) -> set[str]:
     return node_names
 
 
-def hides_dead_slots(request: ov.InferRequest, states: dict[str, ModelState], slots: int) -> bool:
+def hides_dead_slots(request: ov.InferRequest, states: dict[str, StateVariable], slots: int) -> bool:
     """Return whether the last of ``slots`` slots sees the live ones alike with four dead slots and without them."""
     dead_slots = slice(slots - 6, slots - 2)
     live_flags = np.ones((1, slots), dtype=np.int64)
@@ -113,7 +113,9 @@ def hides_dead_slots(request: ov.InferRequest, states: dict[str, ModelState], sl
     return True
 
 
-def compute_masks(request: ov.InferRequest, states: dict[str, ModelState], live_flags: np.ndarray) -> list[np.ndarray]:
+def compute_masks(
+    request: ov.InferRequest, states: dict[str, StateVariable], live_flags: np.ndarray
+) -> list[np.ndarray]:
     """Return the masks of a token after ``slots - 1`` others: (1, heads or 1, 1, slots) float64, hidden < -1e30."""
     slots = live_flags.shape[1]
     arrays_by_input: dict[str, np.ndarray] = {

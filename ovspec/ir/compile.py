@@ -39,7 +39,7 @@ KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx", "cach
 
 
 @dataclass(frozen=True)
-class ModelState:
+class StateVariable:
     """A variable of the model: the keys or values of a layer, or a recurrent state (convolution, SSM)."""
 
     name: str
@@ -57,19 +57,19 @@ class ModelGraph:
     """
 
     model: ov.Model
-    states: list[ModelState]
+    states: list[StateVariable]
     picks_logits: bool
     target_ids: np.ndarray | None
 
 
 @dataclass
 class CompiledIR:
-    """A language model compiled by OpenVINO, with its inputs and states. ``Request`` runs it."""
+    """A language model compiled by OpenVINO, with its inputs and states. ``InferenceRequest`` runs it."""
 
     folder: Path
     open_model: ov.CompiledModel | None  # None from when it is closed
     device: str
-    states: list[ModelState]
+    states: list[StateVariable]
     config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
     outputs: dict[str, int]  # the same of outputs, for the fast getters
@@ -92,11 +92,11 @@ class CompiledIR:
         self.last_run = (None, 0)
 
     @property
-    def kv_states(self) -> list[ModelState]:
+    def kv_states(self) -> list[StateVariable]:
         return [state for state in self.states if state.sequence_axis is not None]
 
     @property
-    def recurrent_states(self) -> list[ModelState]:
+    def recurrent_states(self) -> list[StateVariable]:
         return [state for state in self.states if state.sequence_axis is None]
 
     @functools.cached_property
@@ -172,7 +172,7 @@ def check_weights_file(xml: Path) -> int:
     return weights_bytes
 
 
-def find_model_states(model: ov.Model) -> list[ModelState]:
+def find_state_variables(model: ov.Model) -> list[StateVariable]:
     """Return the model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes: dict[str, int] = {}
     for op in model.get_ops():
@@ -183,7 +183,7 @@ def find_model_states(model: ov.Model) -> list[ModelState]:
                 axis = reader.get_node().input_value(2).get_node()
                 if axis.get_type_name() == "Constant":
                     batch_axes[op.get_variable_id()] = int(axis.get_data().item())  # type: ignore[attr-defined]
-    states: list[ModelState] = []
+    states: list[StateVariable] = []
     for variable in model.get_variables():
         info = variable.info
         batch_axis = batch_axes.get(info.variable_id, 0)
@@ -192,7 +192,7 @@ def find_model_states(model: ov.Model) -> list[ModelState]:
         if len(dynamic_axes) == 1 and len(info.data_shape) == 4:
             sequence_axis = dynamic_axes[0]
         width = math.prod(size.get_length() for size in info.data_shape if size.is_static)
-        states.append(ModelState(info.variable_id, batch_axis, sequence_axis, width))
+        states.append(StateVariable(info.variable_id, batch_axis, sequence_axis, width))
     return sorted(states, key=lambda state: state.name)
 
 
@@ -283,7 +283,7 @@ def read_openvino_model(folder: Path) -> ov.Model:
 def read_model_graph(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> ModelGraph:
     """Read the language model in ``folder``, and apply ``add_logits_index_input`` and ``rewrite``."""
     model = read_openvino_model(folder)
-    states = find_model_states(model)
+    states = find_state_variables(model)
     input_names = {name for port in model.inputs for name in port.names}
     output_names = {name for port in model.outputs for name in port.names}
     if "logits" not in output_names or "input_ids" not in input_names:

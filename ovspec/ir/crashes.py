@@ -79,10 +79,10 @@ def has_uncompressed_gates(folder: Path) -> bool:
 
     Such a layer has two matrices of one shape and one of that shape transposed; without a gate it has as many of each.
     """
-    file = folder / MODEL_FILE
-    if not file.is_file():
+    ir_file = folder / MODEL_FILE
+    if not ir_file.is_file():
         return False
-    matrix_shapes = MATRIX_SHAPE_PATTERN.findall(file.read_bytes())
+    matrix_shapes = MATRIX_SHAPE_PATTERN.findall(ir_file.read_bytes())
     shape_counts = Counter((int(rows), int(columns)) for rows, columns in matrix_shapes)
 
     def is_gated(rows: int, columns: int) -> bool:

@@ -19,7 +19,7 @@ from ovspec.ir.compile import (
     TARGET_IDS_OUTPUT,
     ModelGraph,
     add_output,
-    find_model_states,
+    find_state_variables,
     gather_rows_for_readers,
     read_openvino_model,
     read_target_ids,
@@ -81,7 +81,7 @@ def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path)
         OvspecError: a head can't be used with this target, because some layers have no keys and values of their own.
     """
     try:
-        layer_inputs = find_layer_inputs(model, find_model_states(model))
+        layer_inputs = find_layer_inputs(model, find_state_variables(model))
     except OvspecError as error:
         raise OvspecError(f"{error_subject}: a head can't be used with this target: {error}.") from None
     layer_count = read_model_config(target).layer_count or len(layer_inputs)
@@ -110,7 +110,7 @@ def read_head_graph(folder: Path, target: Path) -> ModelGraph:
         OvspecError: the IR can't be read, or the head was made for another model.
     """
     model = read_openvino_model(folder)
-    states = find_model_states(model)
+    states = find_state_variables(model)
     target_ids = read_target_ids(model)
     for output_name in (FUSION_OUTPUT, TARGET_IDS_OUTPUT):
         model.remove_result(model.output(output_name).get_node())

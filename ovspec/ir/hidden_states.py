@@ -12,7 +12,7 @@ import functools
 import openvino as ov
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import ModelState
+from ovspec.ir.compile import StateVariable
 
 SHAPE_OPERATIONS = {"ShapeOf"}  # their results depend on a value's shape, not on the value
 
@@ -30,7 +30,7 @@ def find_embedding(model: ov.Model) -> ov.Node:
     raise OvspecError("its embedding can't be found in the graph")
 
 
-def find_layer_inputs(model: ov.Model, states: list[ModelState]) -> list[ov.Output]:
+def find_layer_inputs(model: ov.Model, states: list[StateVariable]) -> list[ov.Output]:
     """Return the hidden states that each layer reads, in order; fewer than there are layers if some have no keys.
 
     Args:

@@ -232,7 +232,7 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
         taps = torch.cat([part.repeat(1, 1, copies) for part in states.split(hidden, dim=2)], 2)
         ones = torch.ones((1, tokens), dtype=torch.int64)
         positions = ones.cumsum(1) - 1
-        inputs = (embedded.repeat(1, 1, copies), head.fuse_states(taps), ones, positions, taps)
+        inputs = (embedded.repeat(1, 1, copies), head.fuse_target_states(taps), ones, positions, taps)
         return head(*inputs, *head.make_empty_cache())[0]
 
     rounded = load_head_checkpoint(source)

@@ -320,7 +320,7 @@ def test_target_and_draft_on_different_devices(
 def test_models_are_read_one_after_the_other(pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that read their first models at once waited for each other for ever."""
     inside, threads = list[int](), set[int]()
-    states = compile_module.find_model_states
+    states = compile_module.find_state_variables
 
     def noted(model: Any) -> Any:
         threads.add(threading.get_ident())
@@ -331,7 +331,7 @@ def test_models_are_read_one_after_the_other(pair: Path, cache_dir: Path, monkey
         inside.pop()
         return found
 
-    monkeypatch.setattr(compile_module, "find_model_states", noted)
+    monkeypatch.setattr(compile_module, "find_state_variables", noted)
     options = DeviceOptions(precision="f32", cache_dir=cache_dir)
     with ThreadPoolExecutor(2) as executor:
         list(executor.map(compile_module.compile_ir, [pair, pair / "draft"], [options, options]))

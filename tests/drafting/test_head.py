@@ -107,7 +107,7 @@ class TorchHead:
             if np.array_equal(known[: len(text)], text):
                 return features[:, : len(text)]
         states = self.target(torch.from_numpy(text[None]), output_hidden_states=True).hidden_states
-        self.fused.append((text, self.head.fuse_states(torch.cat([states[layer] for layer in LAYERS], -1))))
+        self.fused.append((text, self.head.fuse_target_states(torch.cat([states[layer] for layer in LAYERS], -1))))
         return self.fused[-1][1]
 
     @torch.no_grad()

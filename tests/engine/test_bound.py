@@ -233,7 +233,10 @@ def a_fork_without_the_rule(decoder: type[PagedDecoder], monkeypatch: pytest.Mon
 
     def forked(self: PagedDecoder) -> PagedDecoder:
         other = fork(self)
-        other.rule, other._computed_tokens = replace(other.rule, fewest=1), list(range(len(other._computed_tokens)))
+        other.rule, other._padded_token_counts = (
+            replace(other.rule, fewest=1),
+            list(range(len(other._padded_token_counts))),
+        )
         return other
 
     monkeypatch.setattr(decoder, "fork", forked)

@@ -35,7 +35,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import find_model_states
+from ovspec.ir.compile import find_state_variables
 from ovspec.ir.config import read_model_config
 from ovspec.ir.device import openvino_core
 from ovspec.ir.heads import read_head_graph
@@ -278,7 +278,7 @@ def test_the_interface(tmp_path: Path) -> None:
     assert outputs == floats | {"d2t": "i64 [256]"}
     d2t = model.output("d2t").get_node().input_value(0).get_node()
     assert (d2t.get_data() == load_file(head / "model.safetensors")["d2t"].numpy()).all()  # type: ignore[attr-defined]
-    assert [(state.batch_axis, state.sequence_axis, state.width) for state in find_model_states(model)] == [
+    assert [(state.batch_axis, state.sequence_axis, state.width) for state in find_state_variables(model)] == [
         (0, 2, 32)
     ] * 2
     assert model.get_rt_info(["ovspec", "target_layers"]).astype(str) == "0 1 1"

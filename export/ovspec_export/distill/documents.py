@@ -202,7 +202,7 @@ def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
         if not path.exists():
             raise OvspecError(f"{path}: no such file or folder; name a text file, or a folder of them.")
         count_before = len(texts) + len(chats)
-        for file in list_files(path):
+        for file in list_visible_files(path):
             text = read_utf8_text(file)
             if text is None:
                 skipped_files += 1
@@ -218,7 +218,7 @@ def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
     return UserTexts(texts, chats, skipped_files)
 
 
-def list_files(path: Path) -> Iterator[Path]:
+def list_visible_files(path: Path) -> Iterator[Path]:
     """Yield ``path``, or the files in a folder and in those in it, except hidden ones."""
     if path.is_file():
         yield path

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import open_replacement
-from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_model_states, read_openvino_model
+from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_state_variables, read_openvino_model
 from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 from ovspec_export.channel import is_stop_requested, report_progress
@@ -271,7 +271,7 @@ def replace_logits_by_shard_outputs(model: ov.Model, layers: list[int]) -> None:
     top_choices = ops.topk(logprobs, ops.constant(CHOICE_COUNT, dtype=ov.Type.i64), -1, "max", "value")
     outputs = {"logprobs": top_choices.output(0), "choices": top_choices.output(1)}
     if layers:
-        layer_inputs = find_layer_inputs(model, find_model_states(model))
+        layer_inputs = find_layer_inputs(model, find_state_variables(model))
         outputs["features"] = ops.concat([layer_inputs[layer] for layer in layers], -1).output(0)
         outputs["final"] = require_lm_head(model).input_value(0)
     for name, output in outputs.items():

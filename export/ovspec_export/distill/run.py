@@ -157,11 +157,11 @@ def run_trimming(plan: DistillPlan, work_folder: WorkFolder) -> bool:
     ):
         return False
     if not work_folder.has_result:
-        trim_to_texts(plan, work_folder)
+        trim_draft_to_texts(plan, work_folder)
     return True
 
 
-def trim_to_texts(plan: DistillPlan, work_folder: WorkFolder) -> None:
+def trim_draft_to_texts(plan: DistillPlan, work_folder: WorkFolder) -> None:
     """Leave the draft the ids that the texts use most, and say how many tokens it can't propose any more."""
     draft = plan.draft
     id_count = plan.options.trim_vocabulary

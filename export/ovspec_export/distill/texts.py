@@ -374,8 +374,10 @@ class TextWriter:
         """Yield documents every few seconds until ``is_writing_over`` says so, which should be after ``seconds``."""
         decoders = self._runtime.decoder_pool.acquire()
         models = self._runtime.models
-        limits = BatchLimits(max_rows, count_free_tokens(models.compiled_irs(), max_rows, models.idle_cache_bytes))
-        scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), limits)
+        batch_limits = BatchLimits(
+            max_rows, count_free_tokens(models.compiled_irs(), max_rows, models.idle_cache_bytes)
+        )
+        scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), batch_limits)
         row_count = min(max_rows, MIN_ROWS)
         step_row_seconds = deque[float](maxlen=16)
         last_write_time = time.monotonic()

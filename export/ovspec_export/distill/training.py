@@ -39,7 +39,7 @@ MAX_GRADIENT_NORM = 1.0  # norm of a step's gradient
 
 
 class Student(Protocol):
-    """What is taught. A group has parameters and ``most``, their highest rate, and the optimizer's options."""
+    """What is taught. A group has parameters and ``peak_rate``, their highest rate, and the optimizer's options."""
 
     @property
     def module(self) -> nn.Module: ...

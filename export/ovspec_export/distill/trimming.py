@@ -39,8 +39,8 @@ def choose_most_used_ids(
         OvspecError: so many ids can't be kept.
     """
     if not MIN_IDS <= count <= vocab_size:
-        limits_text = f"it must be from {MIN_IDS} to {vocab_size}, the draft's number of ids"
-        raise OvspecError(f"`trim_vocabulary` is {count}; {limits_text}.")
+        valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the draft's number of ids"
+        raise OvspecError(f"`trim_vocabulary` is {count}; {valid_counts_text}.")
     id_counts = np.bincount(concatenate_ids(texts), minlength=vocab_size)[:vocab_size]
     used_special_ids = np.array(
         [token_id for token_id in special_ids if token_id < vocab_size and id_counts[token_id]], dtype=np.int64

@@ -38,7 +38,7 @@ def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) ->
         return states[0], cache
 
     states, cache = run_step(
-        torch.arange(len(batch)), 0, head.fuse_states(batch.features), mask, head.make_empty_cache()
+        torch.arange(len(batch)), 0, head.fuse_target_states(batch.features), mask, head.make_empty_cache()
     )
     outputs = [states]
     own_mask = make_attention_mask(~torch.eye(len(deep_entries), dtype=torch.bool))

@@ -128,7 +128,7 @@ def head(embedding: torch.Tensor) -> EagleHead:
 @torch.no_grad()
 def proposed(head: EagleHead, example: Example, embedding: torch.Tensor, position: int) -> list[torch.Tensor]:
     """Return the logits of each step as a runtime gets them that knows features up to ``position``."""
-    features = head.fuse_states(example.features[None, : position + 1].float())
+    features = head.fuse_target_states(example.features[None, : position + 1].float())
     found = []
     for step in range(min(STEPS, len(example.ids) - 1 - position)):
         tokens = embedding[example.ids[1 : position + 2 + step].long()][None]
