@@ -188,7 +188,7 @@ def test_the_real_model_with_its_head(tmp_path: Path) -> None:
 class Here:
     """A pool whose only worker is in this process."""
 
-    size, loading = 1, 0
+    worker_count, loading_count = 1, 0
 
     def __init__(self, start: Callable[[int], Worker], *_: Any) -> None:
         self._worker = start(1)
