@@ -68,6 +68,9 @@ class BlockPool:
         self._kept_nodes: dict[int, PrefixNode] = {}
         self._idle_blocks: OrderedDict[int, None] = OrderedDict()
         self._roots_by_owner: dict[Hashable, PrefixNode] = {}
+        # Block -> length of a text that ends in it -> what else is kept of that text.
+        self._snapshots: dict[int, dict[int, object]] = {}
+        self.snapshot_size = 0.0  # of a snapshot, in blocks
         self.needed_capacity = 0  # number of blocks that the tensors must have room for; higher ones were never used
         self.evicted_count = 0  # evicted blocks so far
 
@@ -85,7 +88,7 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Return a free block, which one row uses from now on."""
-        if self._idle_blocks and self.used_count >= self.used_limit:
+        if self._idle_blocks and self.used_count + self._snapshot_blocks >= self.used_limit:
             self._evict_block()
         if self._free_blocks:
             block = self._free_blocks.pop()
@@ -109,7 +112,7 @@ class BlockPool:
                     self._idle_blocks[block] = None
                 else:
                     self._free_blocks.append(block)
-        while self._idle_blocks and self.used_count > self.used_limit:
+        while self._idle_blocks and self.used_count + self._snapshot_blocks > self.used_limit:
             self._evict_block()
 
     def is_shared(self, block: int) -> bool:
@@ -156,6 +159,28 @@ class BlockPool:
                 child = self._insert_child(node, token_bytes, block)
             node = child
 
+    def keep_snapshot(self, block: int, length: int, snapshot: object) -> None:
+        """Keep ``snapshot`` of a text of ``length`` tokens beside ``block``, its last one, if that is kept."""
+        if block in self._kept_nodes:
+            self._snapshots.setdefault(block, {})[length] = snapshot
+
+    def find_snapshot(self, blocks: list[int], length: int) -> object | None:
+        """Return the snapshot of the longest text of at most ``length`` tokens that ends in ``blocks``, if any."""
+        for block in reversed(blocks):
+            lengths = [kept for kept in self._snapshots.get(block, ()) if kept <= length]
+            if lengths:
+                return self._snapshots[block][max(lengths)]
+        return None
+
+    @property
+    def snapshot_count(self) -> int:
+        return sum(map(len, self._snapshots.values()))
+
+    @property
+    def _snapshot_blocks(self) -> float:
+        """How many blocks take as much memory as the snapshots."""
+        return self.snapshot_size * self.snapshot_count if self.snapshot_size else 0.0
+
     def _insert_child(self, parent: PrefixNode, token_bytes: bytes, block: int) -> PrefixNode:
         """Keep a block below ``parent``; return its node. An idle sibling that the block contains is freed."""
         position = parent.find_child_position(token_bytes)
@@ -164,7 +189,10 @@ class BlockPool:
         self._kept_nodes[block] = child
         for sibling in parent.children[max(0, position - 1) : position]:
             if sibling.block in self._idle_blocks and token_bytes.startswith(sibling.token_bytes):
+                snapshots = self._snapshots.pop(sibling.block, {})
                 self._free_idle_block(sibling.block)
+                if snapshots:
+                    self._snapshots.setdefault(block, {}).update(snapshots)
         return child
 
     def free_idle_blocks(self) -> None:
@@ -184,6 +212,7 @@ class BlockPool:
     def _free_idle_block(self, block: int) -> None:
         del self._idle_blocks[block]
         node = self._kept_nodes.pop(block)
+        self._snapshots.pop(block, None)
         assert node.parent and not node.children, "the last blocks of a text come first"
         del node.parent.children[node.parent.find_child_position(node.token_bytes)]
         self._free_blocks.append(block)

@@ -6,6 +6,7 @@ forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable
 
@@ -18,6 +19,7 @@ from ovspec.cache.sequence import EMPTY_ROW
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import is_gpu
 from ovspec.ir.heads import FEATURES_OUTPUT
+from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.ir.paged_attention import CACHE_INPUT
 
 INITIAL_CAPACITY = 8
@@ -115,6 +117,10 @@ class BlockTensors:
         self.version = 0  # changes whenever the arrays are reallocated
         self.block_size = self.cache_inputs["value_cache.0"].get_partial_shape()[2].get_length()
         self.pool = BlockPool(self.block_size)
+        self._state_bytes = 0
+        if ir.state_advance:
+            self._state_bytes = 4 * sum(map(math.prod, ir.state_advance.shapes))
+            self.pool.snapshot_size = self._state_bytes / (self.block_size * kv_bytes_per_token(ir))
         self.limit_cached_tokens(max_cached_tokens)
         self.capacity = 0  # number of blocks that the arrays have room for
 
@@ -122,10 +128,15 @@ class BlockTensors:
         self.pool.used_limit = int(max_cached_tokens // self.block_size)
 
     @property
+    def min_snapshot_distance(self) -> float:
+        """The number of tokens whose keys and values take as much memory as the recurrent states after one of them."""
+        return self.pool.snapshot_size * self.block_size
+
+    @property
     def idle_bytes(self) -> float:
         """The bytes of blocks that no row uses."""
         total_bytes = sum(array.nbytes for array in list(self.arrays.values()))
-        return total_bytes * self.pool.idle_count / max(self.capacity, 1)
+        return total_bytes * self.pool.idle_count / max(self.capacity, 1) + self.pool.snapshot_count * self._state_bytes
 
     def free_idle_blocks(self) -> None:
         """Free the blocks that no row uses."""

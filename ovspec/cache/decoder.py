@@ -122,6 +122,8 @@ class RollbackMethod:
     mask_until: number of slots up to which masking is exact (set by a sliding window); None for any number.
     replay: whether some states can't be cut (convolution, SSM), so that a snapshot is restored and the tokens after
         it that remain are fed again.
+    advances: the same, but the states before the last inference are kept, and advanced by those of its tokens that
+        remain; paged decoder only.
     copies: stateful engine: which infer requests compute rightly with copied states: "any", or only one that has "run"
         since it was reset. None: not even the one that they come from, so that texts are read again instead.
     """
@@ -129,6 +131,7 @@ class RollbackMethod:
     kv: Literal["mask", "trim", "blocks"] | None
     mask_until: int | None = None
     replay: bool = False
+    advances: bool = False
     copies: StateCopies = "any"
 
     @functools.cached_property
@@ -137,7 +140,8 @@ class RollbackMethod:
         kv_label: str | None = self.kv
         if kv_label == "mask" and self.mask_until:
             kv_label = f"mask until {self.mask_until}"
-        return " + ".join(filter(None, (kv_label, "replay" if self.replay else None)))
+        parts = (kv_label, "replay" if self.replay else None, "advance" if self.advances else None)
+        return " + ".join(filter(None, parts))
 
     def __str__(self) -> str:
         return self.label

@@ -99,7 +99,9 @@ class ModelPair:
         max_cache_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         if max_cache_bytes:
             for loaded_model in self.loaded_models:
-                loaded_model.share_blocks(max_cache_bytes / self._max_token_bytes)
+                # Kept recurrent states count as blocks; without keys and values there are none.
+                token_bytes = sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes
+                loaded_model.share_blocks(max_cache_bytes / token_bytes)
 
     def with_drafters(self, draft_choice: DraftChoice | None) -> ModelPair:
         """Return the same models with other drafters; a draft model must be the loaded one."""

@@ -49,6 +49,22 @@ class StateVariable:
 
 
 @dataclass(frozen=True)
+class AdvanceGraph:
+    """A model that advances recurrent states by tokens whose updates are known; see ``recurrent_states.py``.
+
+    shapes: of the states, in the order of its inputs.
+    token_axes: of the updates, in the order of its inputs: the axis of the tokens.
+    """
+
+    model: ov.Model
+    shapes: list[tuple[int, ...]]
+    token_axes: list[int]
+
+
+Rewrite = Callable[[ov.Model], AdvanceGraph | None]
+
+
+@dataclass(frozen=True)
 class ModelGraph:
     """A language model or head, ready to be compiled.
 
@@ -60,6 +76,16 @@ class ModelGraph:
     states: list[StateVariable]
     picks_logits: bool
     target_ids: np.ndarray | None
+    advance: AdvanceGraph | None = None  # of its recurrent states, if these are inputs and outputs
+
+
+@dataclass(frozen=True)
+class StateAdvance:
+    """A compiled ``AdvanceGraph``."""
+
+    compiled_model: ov.CompiledModel
+    shapes: list[tuple[int, ...]]
+    token_axes: list[int]
 
 
 @dataclass
@@ -77,6 +103,7 @@ class CompiledIR:
     target_ids: np.ndarray | None  # as in ``ModelGraph``
     properties: dict[str, str]  # that it was compiled with
     large_page_mover: LargePageMover  # moves its weights into large pages
+    state_advance: StateAdvance | None = None  # of a model whose recurrent states are inputs and outputs
     last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens a row
 
     @property
@@ -89,6 +116,7 @@ class CompiledIR:
     def close(self) -> None:
         """Free OpenVINO's model as soon as no request of it is left."""
         self.open_model = None
+        self.state_advance = None
         self.last_run = (None, 0)
 
     @property
@@ -280,7 +308,7 @@ def read_openvino_model(folder: Path) -> ov.Model:
         raise OvspecError(f"{folder / MODEL_FILE}: {problem}; export it again.") from None
 
 
-def read_model_graph(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> ModelGraph:
+def read_model_graph(folder: Path, rewrite: Rewrite | None = None) -> ModelGraph:
     """Read the language model in ``folder``, and apply ``add_logits_index_input`` and ``rewrite``."""
     model = read_openvino_model(folder)
     states = find_state_variables(model)
@@ -301,12 +329,11 @@ def read_model_graph(folder: Path, rewrite: Callable[[ov.Model], None] | None = 
             raise OvspecError(f"{folder}: {problem}; export it again.")
         model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
     picks_logits = add_logits_index_input(model)
-    if rewrite:
-        rewrite(model)
-    return ModelGraph(model, states, picks_logits, target_ids)
+    advance = rewrite(model) if rewrite else None
+    return ModelGraph(model, states, picks_logits, target_ids, advance)
 
 
-def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
+def compile_ir(folder: Path, options: DeviceOptions, rewrite: Rewrite | None = None) -> CompiledIR:
     """Read the language model in ``folder``, apply ``rewrite`` if there is one, and compile it.
 
     Raises OvspecError if the folder holds no stateful text model, or the device is missing or can't compile it.
@@ -329,6 +356,11 @@ def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> Co
     large_pages = LargePageMover()
     try:
         compiled_model = openvino_core().compile_model(graph.model, device, properties)
+        state_advance = graph.advance and StateAdvance(
+            openvino_core().compile_model(graph.advance.model, device, properties | {"CACHE_DIR": ""}),
+            graph.advance.shapes,
+            graph.advance.token_axes,
+        )
     except RuntimeError as error:
         raise OvspecError(f"{folder}: {device} cannot compile this model ({last_error_line(error)}).") from None
     inputs = {port.get_any_name(): i for i, port in enumerate(compiled_model.inputs)}
@@ -345,6 +377,7 @@ def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> Co
         graph.target_ids,
         properties,
         large_pages,
+        state_advance,
     )
 
 

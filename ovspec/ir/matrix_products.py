@@ -8,6 +8,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from ovspec.ir.instruction_set import describe_instruction_set
+
 WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Reshape"}  # between a constant of integers and a product
 # On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
 # tokens.
@@ -78,6 +80,11 @@ def stack_weights(weights: list[ov.Output]) -> ov.Node:
 
 
 # ---------------------------------------------------------------- cutting
+
+
+def needs_split_products() -> bool:
+    """Return whether wide products take another kernel here for few tokens than for many."""
+    return describe_instruction_set() in SPLITTING_INSTRUCTION_SETS
 
 
 def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VALUES) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import openvino as ov
 from openvino import opset13 as ops
@@ -24,8 +25,11 @@ class NotPaged(OvspecError):
     """The paged decoder can't run this model, on this device or with this OpenVINO; the message says why."""
 
 
-def rewrite_to_paged(model: ov.Model) -> None:
-    """Rewrite a stateful model in place; raise NotPaged if that fails or the result has inputs or states left over."""
+def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> None:
+    """Rewrite a stateful model in place; raise NotPaged if that fails or the result has inputs or states left over.
+
+    ``other_inputs``: names of further inputs, which a rewrite before this one has added.
+    """
     try:
         # Private to OpenVINO: this is the only place that imports it.
         from openvino._offline_transformations import paged_attention_transformation
@@ -37,14 +41,19 @@ def rewrite_to_paged(model: ov.Model) -> None:
         raise NotPaged(f"OpenVINO's transformation fails ({last_error_line(error)})") from None
     if any(op.get_type_name() == "ReadValue" for op in model.get_ops()):
         raise NotPaged("it has states other than keys and values")
-    input_names = {name for port in model.inputs for name in port.names}
-    unknown_inputs = sorted(
-        name for name in input_names if name not in PAGED_INPUTS and not CACHE_INPUT.fullmatch(name)
-    )
+    known_names = {*PAGED_INPUTS, *other_inputs}
+    unknown_inputs: list[str] = []
+    input_names: set[str] = set()
+    for port in model.inputs:
+        known_port_names = {name for name in port.names if name in known_names or CACHE_INPUT.fullmatch(name)}
+        if known_port_names:
+            port.get_tensor().set_names(known_port_names)  # it may have names of operations besides
+        else:
+            unknown_inputs.append(port.get_any_name())
+        input_names |= known_port_names
     if unknown_inputs or not {"past_lens", "block_indices", "key_cache.0", "value_cache.0"} <= input_names:
-        raise NotPaged(
-            f"OpenVINO's transformation gives wrong inputs ({', '.join(unknown_inputs) or 'some are missing'})"
-        )
+        problem = ", ".join(sorted(unknown_inputs)) or "some are missing"
+        raise NotPaged(f"OpenVINO's transformation gives wrong inputs ({problem})")
 
 
 def allow_several_queries_per_token(model: ov.Model) -> None:

@@ -16,7 +16,7 @@ from ovspec.base.files import read_cached, write_cached
 from ovspec.base.progress import print_note
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Arithmetic, Decoder, FeedRule, RollbackMethod
-from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.hybrid import paged_decoder_class
 from ovspec.cache.stateful import make_stateful_decoder, replace_masking_by_trimming
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file, compile_ir, last_error_line
 from ovspec.ir.crashes import choose_crash_free_options
@@ -102,7 +102,7 @@ class CompiledModel:
         feed_rule = feed_rule or self.feed_rule
         if self.engine == "paged":
             blocks = self.shared_blocks if shares_blocks else None
-            return PagedDecoder(self.ir, vocabulary, feed_rule, blocks)
+            return paged_decoder_class(self.ir)(self.ir, vocabulary, feed_rule, blocks)
         return make_stateful_decoder(self.ir, self.rollback, vocabulary, feed_rule)
 
     def share_blocks(self, max_cached_tokens: float) -> None:
@@ -274,9 +274,8 @@ def load_paged_model(
 
     def compile_paged_model(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, two_queries, head)
-        model = CompiledModel(
-            ir, "paged", engine_reason, PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device)
-        )
+        rollback = paged_decoder_class(ir).rollback
+        model = CompiledModel(ir, "paged", engine_reason, rollback, fast_arithmetic_rule("paged", ir.device))
         if "KV_CACHE_PRECISION" in options.fixed_properties:
             model.make_decoder().feed([np.zeros(1, dtype=np.int64)], [1])
         return model

@@ -13,23 +13,18 @@ import openvino as ov
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
-from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, RollbackMethod
-from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Decoder, RollbackMethod
+from ovspec.cache.hybrid import paged_decoder_class
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file, compile_ir, last_error_line
+from ovspec.ir.compile import MODEL_FILE, AdvanceGraph, CompiledIR, check_weights_file, compile_ir, last_error_line
 from ovspec.ir.crashes import name_fault_signal
 from ovspec.ir.device import DeviceOptions, is_gpu, make_compile_properties, parse_device_option
 from ovspec.ir.heads import add_features_output
-from ovspec.ir.instruction_set import describe_instruction_set
-from ovspec.ir.matrix_products import SPLITTING_INSTRUCTION_SETS, join_products, split_wide_products
+from ovspec.ir.matrix_products import join_products, needs_split_products, split_wide_products
 from ovspec.ir.memory import weights_fit_into_memory
-from ovspec.ir.paged_attention import (
-    NotPaged,
-    allow_several_queries_per_token,
-    read_attention_windows,
-    rewrite_to_paged,
-)
+from ovspec.ir.paged_attention import NotPaged, allow_several_queries_per_token, read_attention_windows
+from ovspec.ir.recurrent_states import rewrite_states_to_paged
 from ovspec.setup.rollback_probing import find_findings_file
 
 # If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
@@ -40,6 +35,7 @@ MAX_JOINED_BYTES = 5e8
 # A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
 # are 0.045, and 0.5 and more where attention reads wrong keys.
 MAX_GPU_NOISE = 0.1
+ENGINE_CHECK_VERSION = "2"  # a new version invalidates kept checks
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT_PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
@@ -69,29 +65,30 @@ def compile_paged(
 
     on_gpu = is_gpu(parse_device_option(options.device))
 
-    def rewrite_graph(model: ov.Model) -> None:
+    def rewrite(model: ov.Model) -> AdvanceGraph | None:
         if head:
             add_features_output(model, folder, head)
-        rewrite_to_paged(model)
+        advance_graph = rewrite_states_to_paged(model, on_gpu)
         if on_gpu:  # which joins products itself
-            return
+            return advance_graph
         if check_weights_file(folder / MODEL_FILE) <= MAX_JOINED_BYTES:
             join_products(model)
         if two_queries:
             allow_several_queries_per_token(model)
-            if describe_instruction_set() in SPLITTING_INSTRUCTION_SETS:
+            if needs_split_products():
                 split_wide_products(model)
+        return advance_graph
 
     if not on_gpu:
         # Not cached: OpenVINO 2026.4 can't read a paged model back for a CPU, because the head sizes are lost.
         options = replace(options, properties=options.properties | {"CACHE_DIR": ""})
-    return compile_ir(folder, options, rewrite_graph)
+    return compile_ir(folder, options, rewrite)
 
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``check_paged_logits``, cached on disk; only a CPU and GPUs have a paged engine."""
     device = parse_device_option(options.device)
-    check_setting = f"OpenVINO {ov.get_version()}"
+    check_setting = f"{ENGINE_CHECK_VERSION} OpenVINO {ov.get_version()}"
     if is_gpu(device):
         properties = [
             property_pair
@@ -136,8 +133,8 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
         properties = options.fixed_properties | {"CACHE_DIR": ""}
     stateful_options = DeviceOptions(properties=properties)
     ir = compile_ir(folder, stateful_options)
-    if ir.recurrent_states or not ir.kv_states:
-        return PagedCheck(False, "it has states other than keys and values")
+    if not ir.kv_states:
+        return PagedCheck(False, "it has no keys and values")
     if ir.config.rope_switch_length:
         return PagedCheck(False, "its rotary frequencies change with the length of the text")
     attention_window = find_narrowest_window(ir)
@@ -155,15 +152,16 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     del decoder, ir
     paged_windows: set[int | None] = set()
 
-    def rewrite_graph(model: ov.Model) -> None:
-        rewrite_to_paged(model)
+    def rewrite(model: ov.Model) -> AdvanceGraph | None:
+        advance_graph = rewrite_states_to_paged(model, on_gpu)
         paged_windows.update(read_attention_windows(model))
         if not on_gpu:
             allow_several_queries_per_token(model)
+        return advance_graph
 
     try:
-        paged_ir = compile_ir(folder, options if on_gpu else stateful_options, rewrite_graph)
-        paged_decoder = PagedDecoder(paged_ir, rule=FAST_GPU_RULE if on_gpu else FAST_RULE)
+        paged_ir = compile_ir(folder, options if on_gpu else stateful_options, rewrite)
+        paged_decoder = paged_decoder_class(paged_ir)(paged_ir, rule=FAST_GPU_RULE if on_gpu else FAST_RULE)
         paged_window = min((window_size for window_size in paged_windows if window_size is not None), default=UNBOUNDED)
         if paged_window != attention_window:
             return PagedCheck(
@@ -180,19 +178,21 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     return PagedCheck(False, "its logits differ when paged")
 
 
-def compute_paged_logits(decoder: PagedDecoder, text_ids: np.ndarray, other_ids: np.ndarray) -> list[np.ndarray]:
+def compute_paged_logits(decoder: Decoder, text_ids: np.ndarray, other_ids: np.ndarray) -> list[np.ndarray]:
     """Return the last logits of ``text_ids``: fed whole, beside a forked row of other text, and after rollbacks."""
-    tail_start = len(text_ids) - 8
     no_tokens = text_ids[:0]
+
+    def roll_back(row: int, length: int) -> np.ndarray:
+        """Roll ``row`` back to ``length``, or to the states that are left; return the text from there on."""
+        decoder.truncate(row, length)
+        return text_ids[min(len(decoder.rows[row]), length) :]
+
     whole_logits = decoder.feed([text_ids], [8])[0].copy()
-    decoder.truncate(0, 5)
+    roll_back(0, 5)
     decoder.feed([other_ids], [1])
-    decoder.truncate(0, 5)
-    decoder.feed([text_ids[5:tail_start]], [0])
+    decoder.feed([roll_back(0, 5)[:-8]], [0])
     decoder.reorder([0, 0])
-    batch_logits = decoder.feed([text_ids[tail_start:], other_ids[:11]], [8, 1])[0].copy()
-    decoder.truncate(1, tail_start)
-    other_row_logits = decoder.feed([no_tokens, text_ids[tail_start:]], [0, 8])[1].copy()
-    decoder.truncate(0, len(text_ids) - 3)
-    rollback_logits = decoder.feed([text_ids[-3:], no_tokens], [3, 0])[0]
+    batch_logits = decoder.feed([text_ids[-8:], other_ids[:11]], [8, 1])[0].copy()
+    other_row_logits = decoder.feed([no_tokens, roll_back(1, len(text_ids) - 8)], [0, 8])[1].copy()
+    rollback_logits = decoder.feed([roll_back(0, len(text_ids) - 3), no_tokens], [3, 0])[0]
     return [whole_logits, batch_logits, other_row_logits, rollback_logits]

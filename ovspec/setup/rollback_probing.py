@@ -20,7 +20,7 @@ from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import identify_machine
 
 ROLLBACK_PROPERTIES = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # ends of the names of properties
-ROLLBACK_PROBE_VERSION = "3"  # a new version invalidates kept findings
+ROLLBACK_PROBE_VERSION = "4"  # a new version invalidates kept findings
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,348 @@
+"""The paged decoder of models that have recurrent states besides keys and values (hybrids).
+
+The decoder owns the states, as it owns the blocks: an inference reads them from one set of arrays and writes them to
+another, which nothing writes to again while it is needed. So going back to the tokens before an inference costs
+nothing, rows that share a beginning share its states, and a kept prefix has the states at its end beside its blocks.
+Going back to a token of the last inference runs the model that advances states (``ir/recurrent_states.py``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import openvino as ov
+
+from ovspec.cache.blocks import BlockTensors
+from ovspec.cache.decoder import FAST_RULE, PREFILL_CHUNK_SIZE, Features, FeedRule, RollbackMethod
+from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.prefill import MIN_SHARED_TOKENS, PREFILL_THRESHOLD
+from ovspec.cache.sequence import EMPTY_ROW, Sequence, measure_common_prefix
+from ovspec.ir.compile import CompiledIR
+from ovspec.ir.recurrent_states import STATE_INPUT, STATE_OUTPUT, UPDATE, UPDATE_COUNT_INPUT
+from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
+
+MAX_UPDATES = 32  # tokens of an inference up to which it can be gone back to each of them
+MAX_SNAPSHOTS = 8  # that a row keeps to go back further
+SPARE_ARRAYS = 3  # sets of arrays that are kept for inferences to come
+
+
+@dataclass(eq=False)
+class StateSnapshot:
+    """The recurrent states after the first ``length`` tokens of a text; nothing writes to them any more."""
+
+    length: int
+    arrays: list[np.ndarray]
+    spare_arrays: list[list[np.ndarray]] = field(repr=False)  # where the arrays go when nobody needs them
+
+    def __del__(self) -> None:
+        if len(self.spare_arrays) < SPARE_ARRAYS:
+            self.spare_arrays.append(self.arrays)
+
+
+@dataclass
+class RowStates:
+    """The states that a row can continue from.
+
+    before: the states before the last inference.
+    updates: what each token of the last inference adds to them; [] if they had too many tokens.
+    update_count: how many tokens the updates are for.
+    after: the states after the last inference; None if they contain tokens that aren't the row's.
+    snapshots: earlier states, in the order of their lengths.
+    """
+
+    before: StateSnapshot
+    after: StateSnapshot | None
+    updates: list[np.ndarray] = field(default_factory=list)
+    update_count: int = 0
+    snapshots: list[StateSnapshot] = field(default_factory=list)
+
+    def copy(self) -> RowStates:
+        other = copy.copy(self)
+        other.snapshots = list(self.snapshots)
+        return other
+
+    def find_restorable_length(self, length: int) -> int:
+        """Return the greatest length, at most ``length``, at which the states can be had."""
+        if self.after and self.after.length <= length:
+            return self.after.length
+        if self.before.length <= length:
+            return min(length, self.before.length + self.update_count)
+        index = bisect.bisect_right(self.snapshots, length, key=lambda snapshot: snapshot.length)
+        return self.snapshots[index - 1].length if index else 0
+
+    def truncate(self, length: int) -> None:
+        """Forget all states of more than ``length`` tokens, at which the states can be had."""
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
+        if self.after and self.after.length > length:
+            self.after = None
+        if self.before.length > length:
+            self.before = self.after = self.snapshots[-1]
+            self.updates = []
+            self.update_count = 0
+        elif not self.after:
+            self.update_count = min(self.update_count, length - self.before.length)
+
+    def add_snapshot(self, snapshot: StateSnapshot, min_distance: float) -> None:
+        """Keep ``snapshot``, and the earlier ones if they are at least ``min_distance`` tokens apart.
+
+        If there are too many, the one is forgotten whose neighbours are closest, relative to the end.
+        """
+        if len(self.snapshots) > 1 and self.snapshots[-1].length - self.snapshots[-2].length < min_distance:
+            self.snapshots.pop()
+        self.snapshots.append(snapshot)
+        if len(self.snapshots) > MAX_SNAPSHOTS:
+            end = snapshot.length + 1
+            distances = [end - kept.length for kept in self.snapshots]
+            # The first, of length 0, and the last are kept.
+            ratios = [distances[i - 1] / distances[i + 1] for i in range(1, len(distances) - 1)]
+            del self.snapshots[1 + int(np.argmin(ratios))]
+
+
+class HybridDecoder(PagedDecoder):
+    """A ``PagedDecoder`` of a model with recurrent states; each row has an inference of its own.
+
+    Where the rule demands more tokens than are fed, the row's last ones are computed again, from the states before
+    them, as far as these are at hand; the rest are copies of the last token, and the states after them are unused.
+    """
+
+    rollback = RollbackMethod("blocks", advances=True)
+    fills_width = False
+
+    def __init__(
+        self,
+        ir: CompiledIR,
+        vocabulary: KnownTokenIds = ALL_IDS,
+        rule: FeedRule = FAST_RULE,
+        tensors: BlockTensors | None = None,
+    ) -> None:
+        assert ir.state_advance
+        self._advance = ir.state_advance
+        self._advance_request = self._advance.compiled_model.create_infer_request()
+        self._state_indices = range(len(self._advance.shapes))
+        self._update_indices = range(len(self._advance.token_axes))
+        self._state_inputs = [ir.inputs[STATE_INPUT.format(index)] for index in self._state_indices]
+        self._state_outputs = [ir.outputs[STATE_OUTPUT.format(index)] for index in self._state_indices]
+        self._update_outputs = [ir.outputs[UPDATE.format(index)] for index in self._update_indices]
+        self._count_input = ir.inputs[UPDATE_COUNT_INPUT]
+        self._spare_arrays: list[list[np.ndarray]] = []
+        zeros = [np.zeros(shape, dtype=np.float32) for shape in self._advance.shapes]
+        self._initial = StateSnapshot(0, zeros, [])
+        self._states: list[RowStates] = []
+        self._updates_row: int | None = None  # the row whose updates are in the request's memory
+        self._start: StateSnapshot | None = None  # of the inference that is being prepared
+        super().__init__(ir, vocabulary, rule, tensors)
+
+    # ------------------------------------------------------------ rows
+
+    def _reset_rows(self, rows: int) -> None:
+        super()._reset_rows(rows)
+        self._states = [self._new_row_states(self._initial) for _ in range(rows)]
+        self._updates_row = None
+
+    def _new_row_states(self, snapshot: StateSnapshot) -> RowStates:
+        snapshots = [self._initial] if snapshot is self._initial else [self._initial, snapshot]
+        return RowStates(snapshot, snapshot, snapshots=snapshots)
+
+    def truncate(self, row: int, length: int) -> None:
+        length = self._states[row].find_restorable_length(length)
+        super().truncate(row, length)
+        self._states[row].truncate(length)
+
+    def reorder(self, rows: list[int]) -> None:
+        self._keep_updates()
+        super().reorder(rows)
+        self._states = [
+            self._new_row_states(self._initial) if row == EMPTY_ROW else self._states[row].copy() for row in rows
+        ]
+
+    def fork(self) -> HybridDecoder:
+        with self._tensors.lock:
+            self._keep_updates()
+            other = HybridDecoder(self._ir, self._vocabulary, self.rule, self._tensors)
+            other.rows = [row.copy() for row in self.rows]
+            other._tables = self._tables.fork()
+            other._states = [states.copy() for states in self._states]
+        return other
+
+    def dump(self) -> dict[str, np.ndarray]:
+        with self._tensors.lock:
+            snapshot = self._compute_states(0, len(self.rows[0]))
+            return super().dump() | {
+                STATE_INPUT.format(index): array.copy() for index, array in enumerate(snapshot.arrays)
+            }
+
+    def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        block_arrays = dict(arrays)
+        states = [block_arrays.pop(STATE_INPUT.format(index), None) for index in self._state_indices]
+        for state, shape in zip(states, self._advance.shapes, strict=True):
+            if state is None or state.shape != shape or state.dtype != np.float32:
+                raise ValueError("the states are of another model")
+        super().restore(tokens, block_arrays)
+        own_states = [np.array(state) for state in states if state is not None]
+        self._states[0] = self._new_row_states(StateSnapshot(len(tokens), own_states, self._spare_arrays))
+
+    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
+        return PREFILL_CHUNK_SIZE
+
+    # ------------------------------------------------------------ the prefix cache
+
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
+        with self._tensors.lock:
+            pool = self._tensors.pool
+            for cached, sequence in zip(self.rows, sequences, strict=True):
+                cached.owner = sequence.owner
+            alone = len(self.rows) == 1
+            kept = False
+            for row, (cached, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
+                shared = self._states[row].find_restorable_length(measure_common_prefix(cached, sequence))
+                reads_on = shared and shared == len(cached) and not alone  # its prompt, round by round
+                if len(sequence) - shared <= MIN_SHARED_TOKENS or reads_on:
+                    continue
+                if not alone and not kept:
+                    self._keep_prefixes(range(len(self.rows)), temporarily=True)
+                    kept = True
+                blocks, length = pool.find_prefix(sequence.tokens[:-1], sequence.owner)
+                snapshot = pool.find_snapshot(blocks, length)
+                if isinstance(snapshot, StateSnapshot) and snapshot.length >= shared + MIN_SHARED_TOKENS:
+                    self._tables.replace_blocks(row, blocks[: -(-snapshot.length // self.block_size)])
+                    self.rows[row] = Sequence(sequence.tokens[: snapshot.length])
+                    self.rows[row].owner = sequence.owner
+                    self._states[row] = self._new_row_states(snapshot)
+
+    def _keep_prefixes(self, rows: Iterable[int], temporarily: bool = False) -> None:
+        rows = list(rows)
+        super()._keep_prefixes(rows, temporarily)
+        if not (temporarily or self._tensors.pool.used_limit):
+            return
+        for row in rows:
+            states = self._states[row]
+            for snapshot in (*states.snapshots, states.before, states.after):
+                if snapshot and 0 < snapshot.length <= len(self.rows[row]):
+                    block = self._tables.tables[row][(snapshot.length - 1) // self.block_size]
+                    self._tensors.pool.keep_snapshot(block, snapshot.length, snapshot)
+
+    # ------------------------------------------------------------ inferences
+
+    def _append_tokens(
+        self,
+        tokens: list[np.ndarray],
+        logits_counts: list[int],
+        width: int = 0,  # noqa: ARG002
+        features: Features = None,  # noqa: ARG002
+    ) -> list[np.ndarray]:
+        logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)] * len(tokens)
+        fed_rows = [row for row, new in enumerate(tokens) if len(new)]
+        for row in fed_rows:
+            row_logits = self._append_to_row(row, tokens[row], logits_counts[row])
+            logits[row] = row_logits if len(fed_rows) == 1 else row_logits.copy()
+        return logits
+
+    def _append_to_row(self, row: int, tokens: np.ndarray, logits_count: int) -> np.ndarray:
+        """Append ``tokens`` to ``row``; return its last ``logits_count`` logits, valid until the next call."""
+        # Several may be rolled back; and a text that is read again feeds its last token for the logits.
+        min_kept_count = 1 if self._tensors.pool.used_limit else 2
+        if len(tokens) > MAX_UPDATES and min_kept_count <= logits_count <= MAX_UPDATES:
+            self._append_to_row(row, tokens[:-logits_count], 0)
+            tokens = tokens[-logits_count:]
+        if self._updates_row != row:
+            self._keep_updates()
+        rows = range(len(self.rows))
+        row_tokens = [tokens if index == row else tokens[:0] for index in rows]
+        row_counts = [logits_count if index == row else 0 for index in rows]
+        logits = super()._append_tokens(row_tokens, row_counts)[row]
+        self._finish_inference(row, len(tokens))
+        return logits
+
+    def _fill_up_inference(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
+        """Prepare the inference of the only row with tokens: choose the states that it starts from, and bind them."""
+        row = next(row for row, (_, new) in enumerate(row_inputs) if len(new))
+        begin, new = row_inputs[row]
+        before = self._states[row].before
+        computed = self._padded_token_counts[max(width, len(new))]
+        again = begin - before.length
+        if not 0 < again <= computed - len(new):
+            again = 0
+            before = self._compute_states(row, begin)
+        tokens = np.concatenate((self.rows[row].tokens[begin - again :], new))
+        tokens = np.concatenate((tokens, np.repeat(new[-1:], max(0, computed - len(tokens)))))
+        row_inputs[row] = begin - again, tokens
+        self._start = before
+        self._next_arrays = self._take_arrays()
+        self._computed_count = len(tokens)
+        self._update_count = np.array([len(tokens) if len(tokens) <= MAX_UPDATES else 0], dtype=np.int64)
+        request = self._request.openvino_request
+        for index in self._state_indices:
+            request.set_input_tensor(self._state_inputs[index], ov.Tensor(before.arrays[index], shared_memory=True))
+            next_tensor = ov.Tensor(self._next_arrays[index], shared_memory=True)
+            request.set_output_tensor(self._state_outputs[index], next_tensor)
+        request.set_input_tensor(self._count_input, ov.Tensor(self._update_count, shared_memory=True))
+        return row_inputs
+
+    def _finish_inference(self, row: int, token_count: int) -> None:
+        """Take over the states after the inference that ``_fill_up_inference`` has prepared."""
+        assert self._start
+        states = self._states[row]
+        length = len(self.rows[row])
+        states.before = self._start
+        states.after = None
+        is_filled_up = self._start.length + self._computed_count > length
+        if is_filled_up:
+            self._spare_arrays.append(self._next_arrays)
+        else:
+            states.after = StateSnapshot(length, self._next_arrays, self._spare_arrays)
+            if token_count > PREFILL_THRESHOLD:
+                states.add_snapshot(states.after, self._tensors.min_snapshot_distance)
+        states.updates = []
+        states.update_count = 0
+        self._updates_row = None
+        if self._computed_count <= MAX_UPDATES:
+            request = self._request.openvino_request
+            states.updates = [request.get_output_tensor(output).data for output in self._update_outputs]
+            states.update_count = length - self._start.length
+            self._updates_row = row
+        self._start = None
+
+    def _keep_updates(self) -> None:
+        """Copy the updates that the next inference will overwrite."""
+        if self._updates_row is not None:
+            states = self._states[self._updates_row]
+            states.updates = [update.copy() for update in states.updates]
+            self._updates_row = None
+
+    def _compute_states(self, row: int, length: int) -> StateSnapshot:
+        """Return the states of ``row`` after its first ``length`` tokens, which are as many as they can be had for."""
+        states = self._states[row]
+        if states.after and states.after.length == length:
+            return states.after
+        count = length - states.before.length
+        if not count:
+            return states.before
+        assert 0 < count <= states.update_count
+        arrays = self._take_arrays()
+        request = self._advance_request
+        bound: list[np.ndarray] = []  # kept alive until the inference is over
+        for index in self._state_indices:
+            before = ov.Tensor(states.before.arrays[index], shared_memory=True)
+            request.set_tensor(STATE_INPUT.format(index), before)
+            request.set_tensor(STATE_OUTPUT.format(index), ov.Tensor(arrays[index], shared_memory=True))
+        for index in self._update_indices:
+            part = (slice(None),) * self._advance.token_axes[index] + (slice(count),)
+            bound.append(np.ascontiguousarray(states.updates[index][part]))
+            request.set_tensor(UPDATE.format(index), ov.Tensor(bound[-1], shared_memory=True))
+        request.infer()
+        return StateSnapshot(length, arrays, self._spare_arrays)
+
+    def _take_arrays(self) -> list[np.ndarray]:
+        """Return arrays for states that nobody needs."""
+        if self._spare_arrays:
+            return self._spare_arrays.pop()
+        return [np.empty(shape, dtype=np.float32) for shape in self._advance.shapes]
+
+
+def paged_decoder_class(ir: CompiledIR) -> type[PagedDecoder]:
+    """Return the class of paged decoders that fits the model's states."""
+    return HybridDecoder if ir.state_advance else PagedDecoder

@@ -1,0 +1,300 @@
+"""Rewrites a model so that its caller owns its recurrent states: those of convolutions, delta nets and SSMs.
+
+They become inputs and outputs, so a caller that keeps the states from before an inference can return to them. To go
+back to a token within it, only the small model that ``expose_recurrent_states`` cuts out runs: it computes the states
+after the first of the inference's tokens from their ``updates``, that is from the values by which tokens change the
+states. Its operations are the model's own, so that its bits are, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.ir.compile import AdvanceGraph, StateVariable, add_output, find_state_variables
+from ovspec.ir.paged_attention import NotPaged, find_attention_operations, rewrite_to_paged
+
+STATE_INPUT = "recurrent_state.{}"
+STATE_OUTPUT = "next_recurrent_state.{}"
+UPDATE = "recurrent_update.{}"  # an output of the model, and an input of the one that advances states
+UPDATE_COUNT_INPUT = "recurrent_update_count"  # of the inference's tokens, from the first on
+SOURCE_OPERATIONS = {
+    "Concat", "Convolution", "GroupConvolution", "MatMul", "Parameter", "Slice", "StridedSlice", "VariadicSplit",
+}  # fmt: skip
+LOOP_OUTPUT = "loop_output.{}"
+LOOPS = {"Loop", "TensorIterator"}
+
+
+def rewrite_states_to_paged(model: ov.Model, on_gpu: bool) -> AdvanceGraph | None:
+    """Rewrite a stateful model in place for the paged decoder, whether it has recurrent states or not.
+
+    With recurrent states it computes one row an inference, and the model that advances them is returned.
+    Raises NotPaged if the rewrite is impossible.
+    """
+    recurrent_states = [state for state in find_state_variables(model) if state.sequence_axis is None]
+    if not recurrent_states:
+        rewrite_to_paged(model)
+        return None
+    if on_gpu:
+        raise NotPaged("it has states other than keys and values, which are paged on a CPU only")
+    graph = expose_recurrent_states(model, recurrent_states)
+    hidden_loops = hide_loops(model)
+    own_inputs = {name for port in model.inputs for name in port.names} - {"attention_mask", "beam_idx"}
+    rewrite_to_paged(model, own_inputs)
+    for output, stand_in in hidden_loops:
+        for reader in stand_in.output(0).get_target_inputs():
+            reader.replace_source_output(output)
+        model.remove_parameter(stand_in)
+    put_tokens_in_one_row(model)
+    return graph
+
+
+# ---------------------------------------------------------------- states as inputs and outputs
+
+
+def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> AdvanceGraph:
+    """Turn the ``states`` of ``model`` into inputs and outputs, and add the updates as outputs; rewrites in place.
+
+    Returns the model that advances the states. Raises NotPaged if the values that change a state aren't found.
+    """
+    reads = {op.get_variable_id(): op for op in model.get_ops() if op.get_type_name() == "ReadValue"}
+    assigns = {op.get_variable_id(): op for op in model.get_ops() if op.get_type_name() == "Assign"}
+    updates: dict[tuple[str, int], ov.Output] = {}
+    shapes: list[tuple[int, ...]] = []
+    for index, state in enumerate(states):
+        read = reads[state.name]
+        dimensions = list(read.get_output_partial_shape(0))
+        shape = tuple(1 if axis == state.batch_axis else size.get_length() for axis, size in enumerate(dimensions))
+        parameter = ops.parameter(shape, read.get_output_element_type(0), name=STATE_INPUT.format(index))
+        parameter.output(0).get_tensor().set_names({STATE_INPUT.format(index)})
+        for reader in read.output(0).get_target_inputs():
+            gather = reader.get_node()
+            if gather.get_type_name() == "Gather" and reader.get_index() == 0:  # of the rows that ``beam_idx`` names
+                replace_value(gather.output(0), parameter)
+            else:
+                reader.replace_source_output(parameter.output(0))
+        model.add_parameters([parameter])
+        next_state = assigns[state.name].input_value(0)
+        model.remove_sink(assigns[state.name])
+        updates.update({(value.get_node().get_friendly_name(), value.get_index()): value
+                        for value in find_updates(parameter, next_state)})  # fmt: skip
+        add_output(model, next_state, STATE_OUTPUT.format(index))
+        shapes.append(shape)
+    names = {state.name for state in states}
+    for variable in model.get_variables():
+        if variable.info.variable_id in names:
+            model.remove_variable(variable)
+    token_axes = [find_token_axis(value) for value in updates.values()]
+    advance = cut_out_advance_model(model, list(updates), len(states))
+    count = ops.parameter([1], ov.Type.i64, name=UPDATE_COUNT_INPUT)
+    count.output(0).get_tensor().set_names({UPDATE_COUNT_INPUT})
+    model.add_parameters([count])
+    zero = ops.constant([0], dtype=ov.Type.i64)
+    one = ops.constant([1], dtype=ov.Type.i64)
+    for index, (value, axis) in enumerate(zip(updates.values(), token_axes, strict=True)):
+        first_tokens = ops.slice(value, zero, count, one, ops.constant([axis], dtype=ov.Type.i64))
+        add_output(model, first_tokens.output(0), UPDATE.format(index))
+    model.validate_nodes_and_infer_types()
+    return AdvanceGraph(advance, shapes, token_axes)
+
+
+def replace_value(value: ov.Output, parameter: ov.Node) -> None:
+    """Let the readers of ``value`` read ``parameter``, without giving it the names of ``value``."""
+    for reader in value.get_target_inputs():
+        reader.replace_source_output(parameter.output(0))
+
+
+def find_updates(state: ov.Node, next_state: ov.Output) -> Iterator[ov.Output]:
+    """Yield the values of tokens from which ``next_state`` is computed, besides the input ``state``."""
+    dependent = list_descendants(state)
+    pending = [next_state]
+    seen: set[str] = set()
+    while pending:
+        value = pending.pop()
+        node = value.get_node()
+        name = node.get_friendly_name()
+        if is_constant(value) or name in seen:
+            continue
+        if name not in dependent and value.get_element_type().is_real() and not depends_on_shapes_alone(value):
+            source = list_sources(value)[-1]
+            factors = list_token_operands(source.get_node())
+            is_outer_product = sum(map(count_token_values, factors)) < count_token_values(source)
+            if source.get_node().get_type_name() == "Multiply" and is_outer_product:
+                pending += factors
+            else:
+                yield source
+            continue
+        seen.add(name)
+        pending += [node.input_value(i) for i in range(node.get_input_size())]
+
+
+def list_descendants(node: ov.Node) -> set[str]:
+    """Return the names of ``node`` and of all operations that depend on it."""
+    names = {node.get_friendly_name()}
+    pending = [node]
+    while pending:
+        for output in pending.pop().outputs():
+            for reader in output.get_target_inputs():
+                dependent = reader.get_node()
+                if dependent.get_friendly_name() not in names:
+                    names.add(dependent.get_friendly_name())
+                    pending.append(dependent)
+    return names
+
+
+def is_constant(value: ov.Output) -> bool:
+    node = value.get_node()
+    if node.get_type_name() == "Constant":
+        return True
+    return node.get_input_size() > 0 and all(is_constant(node.input_value(i)) for i in range(node.get_input_size()))
+
+
+def depends_on_shapes_alone(value: ov.Output) -> bool:
+    """Return whether ``value`` is computed from constants and from the shapes of other values."""
+    node = value.get_node()
+    if node.get_type_name() in ("Constant", "ShapeOf"):
+        return True
+    operands = [node.input_value(i) for i in range(node.get_input_size())]
+    return bool(operands) and all(map(depends_on_shapes_alone, operands))
+
+
+def list_sources(value: ov.Output) -> list[ov.Output]:
+    """Return the values of tokens from which alone ``value`` is computed, one after the other, beginning with itself.
+
+    The list ends below a product with weights, an operation on several tokens, or one of several sources.
+    """
+    sources = [value]
+    while (node := sources[-1].get_node()).get_type_name() not in SOURCE_OPERATIONS:
+        operands = list_token_operands(node)
+        if not operands:
+            break
+        common = list_sources(operands[0])
+        for operand in operands[1:]:
+            names = {(other.get_node().get_friendly_name(), other.get_index()) for other in list_sources(operand)}
+            common = [other for other in common if (other.get_node().get_friendly_name(), other.get_index()) in names]
+        if not common:
+            break
+        sources.append(common[0])
+    return sources
+
+
+def list_token_operands(node: ov.Node) -> list[ov.Output]:
+    """Return the operands of ``node`` that aren't computed from constants and shapes alone."""
+    operands = [node.input_value(i) for i in range(node.get_input_size())]
+    return [operand for operand in operands if not depends_on_shapes_alone(operand)]
+
+
+def count_token_values(value: ov.Output) -> int:
+    """Return how many values a token has in ``value``."""
+    return math.prod(size.get_length() for size in value.get_partial_shape() if size.is_static)
+
+
+def find_token_axis(value: ov.Output) -> int:
+    """Return the axis of an update that has a value for each token: the only dynamic one after the row's."""
+    dynamic_axes = [axis for axis, size in enumerate(value.get_partial_shape()) if axis and size.is_dynamic]
+    if len(dynamic_axes) != 1:
+        raise NotPaged("what a token adds to its recurrent states isn't found")
+    return dynamic_axes[0]
+
+
+def cut_out_advance_model(model: ov.Model, updates: list[tuple[str, int]], state_count: int) -> ov.Model:
+    """Return a model that computes the next states from the states and the ``updates``: (operation, output)."""
+    copy = model.clone()
+    operations = {op.get_friendly_name(): op for op in copy.get_ops()}
+    parameters = [operations[STATE_INPUT.format(index)] for index in range(state_count)]
+    for index, (operation, output_index) in enumerate(updates):
+        value = operations[operation].output(output_index)
+        shape = ov.PartialShape([1, *list(value.get_partial_shape())[1:]])
+        parameter = ops.parameter(shape, value.get_element_type(), name=UPDATE.format(index))
+        parameter.output(0).get_tensor().set_names({UPDATE.format(index)})
+        replace_value(value, parameter)
+        parameters.append(parameter)
+    results = [copy.output(STATE_OUTPUT.format(index)).get_node() for index in range(state_count)]
+    return ov.Model(results, parameters, "advance")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- with paged attention
+
+
+def hide_loops(model: ov.Model) -> list[tuple[ov.Output, ov.Node]]:
+    """Replace the outputs of loops by stand-ins, because OpenVINO's transformation would make slower ones of them.
+
+    Returns each output with its stand-in.
+    """
+    hidden: list[tuple[ov.Output, ov.Node]] = []
+    for op in model.get_ops():
+        if op.get_type_name() in LOOPS:
+            for output in op.outputs():
+                stand_in = ops.parameter(output.get_partial_shape(), output.get_element_type())
+                stand_in.output(0).get_tensor().set_names({LOOP_OUTPUT.format(len(hidden))})
+                replace_value(output, stand_in)
+                model.add_parameters([stand_in])
+                hidden.append((output, stand_in))
+    return hidden
+
+
+def put_tokens_in_one_row(model: ov.Model) -> None:
+    """Let everything but attention compute [1, tokens, ...], where OpenVINO's transformation has [tokens, 1, ...]."""
+
+    def constant(*values: int) -> ov.Output:
+        return ops.constant(np.array(values), dtype=ov.Type.i64).output(0)
+
+    inputs = {name: port.get_node() for port in model.inputs for name in port.names}
+    for name in ("input_ids", "position_ids"):
+        for reader in inputs[name].output(0).get_target_inputs():
+            if reader.get_node().get_type_name() != "Unsqueeze":
+                raise NotPaged(f"the way from {name} isn't understood")
+            reader.get_node().input(1).replace_source_output(ops.constant(0, dtype=ov.Type.i64).output(0))
+    for op in list_token_transpositions(inputs["position_ids"]):
+        op.output(0).replace(op.input_value(0))
+    # Elsewhere it is the length of the text, which is shorter than attention's if that gets a second query.
+    length = inputs["max_context_len"].output(0)
+    count = ops.convert(ops.shape_of(inputs["input_ids"]), length.get_element_type())
+    tokens = ops.add(ops.convert(inputs["past_lens"], length.get_element_type()), count)
+    text_length = ops.reshape(tokens, constant(), special_zero=False).output(0)
+    for reader in length.get_target_inputs():
+        if reader.get_node().get_type_name() != "PagedAttentionExtension":
+            reader.replace_source_output(text_length)
+    for layer in find_attention_operations(model):
+        for index in range(3):  # queries, keys and values
+            reshape = layer.input_value(index).get_node()
+            if reshape.get_type_name() != "Reshape":
+                raise NotPaged("the way into its attention isn't understood")
+            width = reshape.get_output_partial_shape(0)[1].get_length()
+            flat = ops.reshape(reshape.input_value(0), constant(-1, width), special_zero=False)
+            layer.input(index).replace_source_output(flat.output(0))
+        for reader in layer.output(0).get_target_inputs():
+            reshape = reader.get_node()
+            sizes = list(reshape.get_output_partial_shape(0))[2:]
+            if reshape.get_type_name() != "Reshape" or any(size.is_dynamic for size in sizes):
+                raise NotPaged("the way out of its attention isn't understood")
+            shape = constant(1, -1, *[size.get_length() for size in sizes])
+            reshape.output(0).replace(ops.reshape(layer.output(0), shape, special_zero=False).output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def list_token_transpositions(positions: ov.Node) -> list[ov.Node]:
+    """Return the transpositions of [1, tokens, ...] among the values that depend on ``positions`` alone."""
+    pending = [positions]
+    transpositions: list[ov.Node] = []
+    seen = {positions.get_friendly_name()}
+    while pending:
+        for output in pending.pop().outputs():
+            for reader in output.get_target_inputs():
+                node = reader.get_node()
+                others = [node.input_value(i) for i in range(node.get_input_size()) if i != reader.get_index()]
+                if node.get_friendly_name() in seen or not all(
+                    is_constant(other) or other.get_node().get_friendly_name() in seen for other in others
+                ):
+                    continue
+                seen.add(node.get_friendly_name())
+                pending.append(node)
+                if node.get_type_name() == "Transpose":
+                    order = node.input_value(1).get_node()
+                    if order.get_type_name() == "Constant" and list(order.get_data()[:2]) == [1, 0]:  # type: ignore
+                        transpositions.append(node)
+    return transpositions
