@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from compiling import trust_paged
 from conftest import PROMPTS, ROOT
-from random_pairs import PAIRS, shared_pair
+from random_pairs import HYBRIDS, PAIRS, shared_pair
 
 import ovspec
 from ovspec.cache.decoder import FeedRule
@@ -27,7 +27,8 @@ Make = Callable[..., ovspec.LanguageModel]
 
 
 @pytest.fixture(
-    scope="module", params=["qwen2-int8", *[pytest.param(name, marks=SLOW) for name in ("demo-int8", "gpt2-int4")]]
+    scope="module",
+    params=["qwen2-int8", *[pytest.param(name, marks=SLOW) for name in ("demo-int8", "gpt2-int4", *HYBRIDS)]],
 )
 def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that loads one of the pairs as users do, in the default arithmetic."""
@@ -76,7 +77,8 @@ def test_near_ties_are_common(load: Make, request: pytest.FixtureRequest, monkey
 
     def rounded(self: PagedDecoder, *arguments: Any) -> list[np.ndarray]:
         found = append(self, *arguments)
-        return [logits + (1e-5 * random.normal(size=logits.shape)).astype(np.float32) for logits in found]
+        size = 1e-5 * max(logits.std() for logits in found if logits.size)
+        return [logits + (size * random.normal(size=logits.shape)).astype(np.float32) for logits in found]
 
     def parts(prompt: str) -> bool:
         alone = lm.generate(prompt, lookahead=0, **options).token_ids

@@ -171,7 +171,7 @@ async def send_all(server: Running, bodies: list[dict[str, Any]], chance: random
         return answers, most
 
 
-NAMES = ("qwen2-int8", "gpt2-int4", "demo-int8")
+NAMES = ("qwen2-int8", "gpt2-int4", "demo-int8", "qwen3_5-int8")
 TWO = ("gpt2-int4", "qwen2-int8-head", "gpt2-int4-head", "qwen2-int8-trimmed")
 SLOW = [
     pytest.param(name, lookahead, MANY, marks=pytest.mark.slow)

@@ -13,7 +13,8 @@ import hybrid
 import pytest
 import torch
 from conftest import ROOT
-from family_models import warm_jobs
+from families import FAMILIES
+from family_models import export_as_the_worker_does, warm_jobs
 from heads import write_head
 from kept import kept_model
 from ovspec_export.draft_vocabulary import trim_ir
@@ -29,6 +30,7 @@ class RandomPair:
 
     bits: of a weight. later: how much the layers after the draft's contribute. With no ``draft_layers``, the draft is
     an EAGLE-3 head, and ``later`` how much all layers contribute. kept: ids that the draft proposes, of ``VOCAB``.
+    family: the one in ``families.py``, if it is exported in an environment of its own.
     """
 
     config: str
@@ -37,6 +39,7 @@ class RandomPair:
     draft_layers: int
     later: float
     kept: int = VOCAB
+    family: str = ""
 
 
 PAIRS = {
@@ -58,12 +61,39 @@ PAIRS = {
         0.3,
     ),
 }
+# Recurrent states: of gated delta nets and short convolutions.
+DELTA_NET = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32}
+DELTA_NET |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+HYBRIDS = {
+    "qwen3_5-int8": RandomPair(
+        "Qwen3_5TextConfig",
+        SPECIAL
+        | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 640, "tie_word_embeddings": False}
+        | DELTA_NET,
+        8,
+        2,
+        0.3,
+        family="qwen3_5_text",
+    ),
+    "lfm2-int8": RandomPair(
+        "Lfm2Config",
+        SPECIAL
+        | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "max_position_embeddings": 640, "tie_word_embeddings": False}
+        | {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]},
+        8,
+        2,
+        0.3,
+        family="lfm2",
+    ),
+}
 HEADS = {
     f"{name}-head": replace(PAIRS[name], draft_layers=0, later=later)
     for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03}.items()
 }
 TRIMMED = {f"{name}-trimmed": replace(PAIRS[name], kept=3 * VOCAB // 4) for name in ("qwen2-int8", "gpt2-int4")}
-PAIRS |= HEADS | TRIMMED
+PAIRS |= HEADS | TRIMMED | HYBRIDS
 
 
 def shared_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -92,12 +122,14 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     head[1::2][rows, rows % head.shape[1]] += head.abs().max() / 127  # a step or two of an int8 weight
     if not pair.draft_layers:
         return export_with_head(model, folder, pair.bits)
-    layers = "n_layer" if hasattr(config, "n_layer") else "num_hidden_layers"
-    few = getattr(transformers, pair.config)(**pair.arguments | {layers: pair.draft_layers})
+    few_layers = {"n_layer" if hasattr(config, "n_layer") else "num_hidden_layers": pair.draft_layers}
+    if "layer_types" in pair.arguments:
+        few_layers["layer_types"] = pair.arguments["layer_types"][: pair.draft_layers]
+    few = getattr(transformers, pair.config)(**pair.arguments | few_layers)
     draft = transformers.AutoModelForCausalLM.from_config(few).eval()
     draft.load_state_dict(model.state_dict(), strict=False)
-    export(model, folder, pair.bits)
-    export(draft, folder / "draft", pair.bits)
+    export(model, folder, pair.bits, pair.family)
+    export(draft, folder / "draft", pair.bits, pair.family)
     if pair.kept < VOCAB:
         trim_ir(folder / "draft", torch.randperm(VOCAB)[: pair.kept].sort().values.numpy(), "draft")
     return folder
@@ -144,15 +176,19 @@ def export_with_head(model: Any, folder: Path, bits: int) -> Path:
     return folder
 
 
-def export(model: Any, folder: Path, bits: int) -> None:
+def export(model: Any, folder: Path, bits: int, family: str = "") -> None:
     import nncf
     import openvino as ov
     from optimum.exporters.openvino import main_export
 
     plain = folder / "uncompressed"
     model.save_pretrained(folder / "checkpoint")
-    task = "text-generation-with-past"
-    main_export(str(folder / "checkpoint"), plain, task=task, convert_tokenizer=False)
+    if family:
+        failure = export_as_the_worker_does(family, FAMILIES[family], folder / "checkpoint", plain)
+        assert not failure, failure
+    else:
+        task = "text-generation-with-past"
+        main_export(str(folder / "checkpoint"), plain, task=task, convert_tokenizer=False)
     ir = ov.Core().read_model(plain / "openvino_model.xml")
     if bits == 4:
         compressed = nncf.compress_weights(ir, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=32, all_layers=False)
