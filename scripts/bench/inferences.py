@@ -4,6 +4,7 @@
     python scripts/bench/inferences.py formats MODEL [--formats int8,int4/64] [--isa AVX2] [--output .cache/formats]
     python scripts/bench/inferences.py settings MODEL [--isa AVX2]
     python scripts/bench/inferences.py pages MODEL
+    python scripts/bench/inferences.py rollbacks MODEL [--isa AVX2]
     python scripts/bench/inferences.py loop MODEL [--tokens 96] [--rounds 8]
 
 Everything that is compared takes turns. Times of formats, settings and pages are milliseconds for each width after 128
@@ -19,6 +20,8 @@ settings: an IR's threads, pinning, and matrix products that are joined, on the 
     f32. "joined" is the IR with the products q, k and v of a layer as one, and gate and up as one, as the paged engine
     has them in models of up to 500 MB. The last column says whether the logits have the bits of the first row.
 pages: an IR is loaded twice, and the weights of one copy are moved into large pages.
+rollbacks: rounds that feed some tokens and keep the first of them, by both engines, in exact arithmetic and f32; for
+    models with recurrent states. A round reads again what the one before had to forget.
 loop: plain decoding beside a loop over the same compiled model, which writes a token, its position and the length into
     arrays that are bound once, calls start_async and wait, and takes the argmax. It leaves out sampling, stop strings,
     text, statistics and drafters.
@@ -45,13 +48,14 @@ from ovspec_export import Compression, export_pair
 import ovspec
 from ovspec.base.files import read_text
 from ovspec.cache.decoder import Decoder, RollbackMethod
+from ovspec.cache.hybrid import paged_decoder_class
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.matrix_products import join_products
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine_choice import CompiledModel, load_compiled_model
+from ovspec.setup.engine_choice import CompiledModel, EngineName, load_compiled_model
 from ovspec.setup.paging import compile_paged
 from ovspec.setup.profile import EngineSetting, read_profile
 from ovspec.setup.tuning import TUNING_TEXT_FILE
@@ -184,6 +188,37 @@ def compare_pages(args: Namespace) -> None:
         table.row(pages, *times.row(pages))
 
 
+def compare_rollbacks(args: Namespace) -> None:
+    device = DeviceOptions(precision="f32", kv_precision="f32", properties={"CACHE_DIR": ""})
+    engines: tuple[EngineName, ...] = ("stateful", "paged")
+    models = {engine: load_compiled_model(args.model, device, engine, "exact") for engine in engines}
+    decoders = {engine: model.make_decoder() for engine, model in models.items()}
+    text = np.resize(Tokenizer(args.model).encode(read_text(TUNING_TEXT_FILE)), 4 * CONTEXT)
+
+    def time_round(way: tuple[EngineName, tuple[int, int]], _: int) -> float:
+        decoder = decoders[way[0]]
+        width, kept = way[1]
+        decoder.reset(1)
+        decoder.feed([text[:CONTEXT]], [1])
+
+        def run_round(length: int) -> None:
+            unread = text[len(decoder.rows[0]) : length + width]
+            decoder.feed([unread], [width])
+            decoder.truncate(0, length + kept)
+
+        lengths = range(CONTEXT, CONTEXT + 8 * kept, kept)
+        return statistics.median([milliseconds(lambda length=length: run_round(length)) for length in lengths][2:])
+
+    rounds = ((1, 1), (5, 5), (5, 3), (5, 1), (16, 16), (16, 4))
+    times = take_turns(product(engines, rounds), time_round, 12)
+    print(f"{machine(args.isa)}; {', '.join(f'{name}: {model.arithmetic_note}' for name, model in models.items())}\n")
+    table = Table("tokens", "kept", *(f"{engine}, ms" for engine in engines), "paged / stateful with all kept")
+    for width, kept in rounds:
+        ways = [times[engine, (width, kept)] for engine in engines]
+        all_kept = times["stateful", (width, width)]
+        table.row(width, kept, *map(median, ways), median_and_range(ratios(ways[1], all_kept)))
+
+
 def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
     """Return the median milliseconds per token after the second, and the generated tokens."""
     decoder = PagedDecoder(loaded.ir)
@@ -246,7 +281,8 @@ CACHES = {"OpenVINO's default": "u8"}  # types of the KV cache, where it isn't t
 def decoder_for(folder: Path, setting: EngineSetting, kv_precision: str | None = None, **properties: str) -> Decoder:
     device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""} | properties)
     if setting.engine == "paged":
-        return PagedDecoder(compile_paged(folder, device, two_queries=False))  # the widths as they are
+        ir = compile_paged(folder, device, two_queries=False)  # the widths as they are
+        return paged_decoder_class(ir)(ir)
     return StatefulDecoder(compile_ir(folder, device), RollbackMethod("mask"), compaction_threshold=10**9)
 
 
@@ -366,7 +402,7 @@ def compare_engines(args: Namespace) -> None:
 
 def main() -> None:
     compare = {"engines": compare_engines, "formats": compare_formats, "settings": compare_settings}
-    compare |= {"pages": compare_pages, "loop": compare_loops}
+    compare |= {"pages": compare_pages, "rollbacks": compare_rollbacks, "loop": compare_loops}
     args = arguments(
         __doc__,
         tuple(compare),
