@@ -63,12 +63,11 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
     """
     reads = {op.get_variable_id(): op for op in model.get_ops() if op.get_type_name() == "ReadValue"}
     assigns = {op.get_variable_id(): op for op in model.get_ops() if op.get_type_name() == "Assign"}
-    updates: dict[tuple[str, int], ov.Output] = {}
-    shapes: list[tuple[int, ...]] = []
+    inputs: list[ov.Node] = []
     for index, state in enumerate(states):
         read = reads[state.name]
         dimensions = list(read.get_output_partial_shape(0))
-        shape = tuple(1 if axis == state.batch_axis else size.get_length() for axis, size in enumerate(dimensions))
+        shape = [1 if axis == state.batch_axis else size.get_length() for axis, size in enumerate(dimensions)]
         parameter = ops.parameter(shape, read.get_output_element_type(0), name=STATE_INPUT.format(index))
         parameter.output(0).get_tensor().set_names({STATE_INPUT.format(index)})
         for reader in read.output(0).get_target_inputs():
@@ -78,16 +77,18 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
             else:
                 reader.replace_source_output(parameter.output(0))
         model.add_parameters([parameter])
-        next_state = assigns[state.name].input_value(0)
+        add_output(model, assigns[state.name].input_value(0), STATE_OUTPUT.format(index))
         model.remove_sink(assigns[state.name])
-        updates.update({(value.get_node().get_friendly_name(), value.get_index()): value
-                        for value in find_updates(parameter, next_state)})  # fmt: skip
-        add_output(model, next_state, STATE_OUTPUT.format(index))
-        shapes.append(shape)
+        inputs.append(parameter)
     names = {state.name for state in states}
     for variable in model.get_variables():
         if variable.info.variable_id in names:
             model.remove_variable(variable)
+    index_of_operations = OperationIndex(model)
+    updates: dict[tuple[str, int], ov.Output] = {}
+    for parameter, state in zip(inputs, states, strict=True):
+        for value in find_updates(parameter, assigns[state.name].input_value(0), index_of_operations):
+            updates[identify_value(value)] = value
     token_axes = [find_token_axis(value) for value in updates.values()]
     advance = cut_out_advance_model(model, list(updates), len(states))
     count = ops.parameter([1], ov.Type.i64, name=UPDATE_COUNT_INPUT)
@@ -99,7 +100,31 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
         first_tokens = ops.slice(value, zero, count, one, ops.constant([axis], dtype=ov.Type.i64))
         add_output(model, first_tokens.output(0), UPDATE.format(index))
     model.validate_nodes_and_infer_types()
-    return AdvanceGraph(advance, shapes, token_axes)
+    return AdvanceGraph(advance, [tuple(parameter.get_output_shape(0)) for parameter in inputs], token_axes)
+
+
+class OperationIndex:
+    """The names of a model's operations, in an order in which each comes after its operands.
+
+    constants: of operations on constants alone. of_shapes: of those on constants and on the shapes of other values.
+    """
+
+    def __init__(self, model: ov.Model) -> None:
+        self.positions: dict[str, int] = {}
+        self.constants: set[str] = set()
+        self.of_shapes: set[str] = set()
+        for op in model.get_ordered_ops():
+            name = op.get_friendly_name()
+            self.positions[name] = len(self.positions)
+            operands = [op.input_value(i).get_node().get_friendly_name() for i in range(op.get_input_size())]
+            for names, beginnings in ((self.constants, {"Constant"}), (self.of_shapes, {"Constant", "ShapeOf"})):
+                if op.get_type_name() in beginnings or (operands and names.issuperset(operands)):
+                    names.add(name)
+
+    def list_token_operands(self, node: ov.Node) -> list[ov.Output]:
+        """Return the operands of ``node`` that aren't computed from constants and shapes alone."""
+        operands = [node.input_value(i) for i in range(node.get_input_size())]
+        return [operand for operand in operands if operand.get_node().get_friendly_name() not in self.of_shapes]
 
 
 def replace_value(value: ov.Output, parameter: ov.Node) -> None:
@@ -108,20 +133,24 @@ def replace_value(value: ov.Output, parameter: ov.Node) -> None:
         reader.replace_source_output(parameter.output(0))
 
 
-def find_updates(state: ov.Node, next_state: ov.Output) -> Iterator[ov.Output]:
+def identify_value(value: ov.Output) -> tuple[str, int]:
+    return value.get_node().get_friendly_name(), value.get_index()
+
+
+def find_updates(state: ov.Node, next_state: ov.Output, operations: OperationIndex) -> Iterator[ov.Output]:
     """Yield the values of tokens from which ``next_state`` is computed, besides the input ``state``."""
-    dependent = list_descendants(state)
+    dependents = list_dependents(state, next_state.get_node(), operations)
     pending = [next_state]
     seen: set[str] = set()
     while pending:
         value = pending.pop()
         node = value.get_node()
         name = node.get_friendly_name()
-        if is_constant(value) or name in seen:
+        if name in operations.constants or name in seen:
             continue
-        if name not in dependent and value.get_element_type().is_real() and not depends_on_shapes_alone(value):
-            source = list_sources(value)[-1]
-            factors = list_token_operands(source.get_node())
+        if name not in dependents and value.get_element_type().is_real() and name not in operations.of_shapes:
+            source = list_sources(value, operations)[-1]
+            factors = operations.list_token_operands(source.get_node())
             is_outer_product = sum(map(count_token_values, factors)) < count_token_values(source)
             if source.get_node().get_type_name() == "Multiply" and is_outer_product:
                 pending += factors
@@ -132,60 +161,40 @@ def find_updates(state: ov.Node, next_state: ov.Output) -> Iterator[ov.Output]:
         pending += [node.input_value(i) for i in range(node.get_input_size())]
 
 
-def list_descendants(node: ov.Node) -> set[str]:
-    """Return the names of ``node`` and of all operations that depend on it."""
+def list_dependents(node: ov.Node, last: ov.Node, operations: OperationIndex) -> set[str]:
+    """Return the names of ``node`` and of the operations that depend on it, of those that may come before ``last``."""
+    end = operations.positions[last.get_friendly_name()]
     names = {node.get_friendly_name()}
     pending = [node]
     while pending:
         for output in pending.pop().outputs():
             for reader in output.get_target_inputs():
                 dependent = reader.get_node()
-                if dependent.get_friendly_name() not in names:
-                    names.add(dependent.get_friendly_name())
+                name = dependent.get_friendly_name()
+                if name not in names and operations.positions.get(name, end + 1) <= end:
+                    names.add(name)
                     pending.append(dependent)
     return names
 
 
-def is_constant(value: ov.Output) -> bool:
-    node = value.get_node()
-    if node.get_type_name() == "Constant":
-        return True
-    return node.get_input_size() > 0 and all(is_constant(node.input_value(i)) for i in range(node.get_input_size()))
-
-
-def depends_on_shapes_alone(value: ov.Output) -> bool:
-    """Return whether ``value`` is computed from constants and from the shapes of other values."""
-    node = value.get_node()
-    if node.get_type_name() in ("Constant", "ShapeOf"):
-        return True
-    operands = [node.input_value(i) for i in range(node.get_input_size())]
-    return bool(operands) and all(map(depends_on_shapes_alone, operands))
-
-
-def list_sources(value: ov.Output) -> list[ov.Output]:
+def list_sources(value: ov.Output, operations: OperationIndex) -> list[ov.Output]:
     """Return the values of tokens from which alone ``value`` is computed, one after the other, beginning with itself.
 
     The list ends below a product with weights, an operation on several tokens, or one of several sources.
     """
     sources = [value]
     while (node := sources[-1].get_node()).get_type_name() not in SOURCE_OPERATIONS:
-        operands = list_token_operands(node)
+        operands = operations.list_token_operands(node)
         if not operands:
             break
-        common = list_sources(operands[0])
+        common = list_sources(operands[0], operations)
         for operand in operands[1:]:
-            names = {(other.get_node().get_friendly_name(), other.get_index()) for other in list_sources(operand)}
-            common = [other for other in common if (other.get_node().get_friendly_name(), other.get_index()) in names]
+            others = set(map(identify_value, list_sources(operand, operations)))
+            common = [source for source in common if identify_value(source) in others]
         if not common:
             break
         sources.append(common[0])
     return sources
-
-
-def list_token_operands(node: ov.Node) -> list[ov.Output]:
-    """Return the operands of ``node`` that aren't computed from constants and shapes alone."""
-    operands = [node.input_value(i) for i in range(node.get_input_size())]
-    return [operand for operand in operands if not depends_on_shapes_alone(operand)]
 
 
 def count_token_values(value: ov.Output) -> int:
@@ -249,7 +258,7 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
             if reader.get_node().get_type_name() != "Unsqueeze":
                 raise NotPaged(f"the way from {name} isn't understood")
             reader.get_node().input(1).replace_source_output(ops.constant(0, dtype=ov.Type.i64).output(0))
-    for op in list_token_transpositions(inputs["position_ids"]):
+    for op in list_token_transpositions(model, inputs["position_ids"]):
         op.output(0).replace(op.input_value(0))
     # Elsewhere it is the length of the text, which is shorter than attention's if that gets a second query.
     length = inputs["max_context_len"].output(0)
@@ -277,24 +286,17 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def list_token_transpositions(positions: ov.Node) -> list[ov.Node]:
+def list_token_transpositions(model: ov.Model, positions: ov.Node) -> list[ov.Node]:
     """Return the transpositions of [1, tokens, ...] among the values that depend on ``positions`` alone."""
-    pending = [positions]
+    operations = OperationIndex(model)
+    names = {positions.get_friendly_name()}
     transpositions: list[ov.Node] = []
-    seen = {positions.get_friendly_name()}
-    while pending:
-        for output in pending.pop().outputs():
-            for reader in output.get_target_inputs():
-                node = reader.get_node()
-                others = [node.input_value(i) for i in range(node.get_input_size()) if i != reader.get_index()]
-                if node.get_friendly_name() in seen or not all(
-                    is_constant(other) or other.get_node().get_friendly_name() in seen for other in others
-                ):
-                    continue
-                seen.add(node.get_friendly_name())
-                pending.append(node)
-                if node.get_type_name() == "Transpose":
-                    order = node.input_value(1).get_node()
-                    if order.get_type_name() == "Constant" and list(order.get_data()[:2]) == [1, 0]:  # type: ignore
-                        transpositions.append(node)
+    for op in model.get_ordered_ops():
+        operands = [operand.get_node().get_friendly_name() for operand in operations.list_token_operands(op)]
+        if operands and names.issuperset(operands):
+            names.add(op.get_friendly_name())
+            if op.get_type_name() == "Transpose" and op.input_value(1).get_node().get_type_name() == "Constant":
+                order = op.input_value(1).get_node().get_data()  # type: ignore[attr-defined]
+                if list(order[:2]) == [1, 0]:
+                    transpositions.append(op)
     return transpositions
