@@ -184,10 +184,10 @@ def open_session_file(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
 
 def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], model_folder: Path) -> SessionHeader:
     """Return the JSON part; raises OvspecError if the file is too new, or of another model than that in ``folder``."""
-    header_json = json.loads(arrays["about"].tobytes())
-    if header_json["format"] != FORMAT_VERSION:
-        raise OvspecError(f"{path}: format {str(header_json['format'])[:20]} is not known; update ovspec.")
-    header = msgspec.convert(header_json, SessionHeader)
+    header_fields = json.loads(arrays["about"].tobytes())
+    if header_fields["format"] != FORMAT_VERSION:
+        raise OvspecError(f"{path}: format {str(header_fields['format'])[:20]} is not known; update ovspec.")
+    header = msgspec.convert(header_fields, SessionHeader)
     if header.caches["target"].model != hash_model_and_tokenizer(model_folder):
         raise OvspecError(f"{path}: a session of another model than {model_folder}; load it with its own.")
     return header

@@ -106,7 +106,7 @@ def split_into_inferences(counts: list[int], max_tokens: int) -> Iterator[list[t
 
 # Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
 # weights, which the inference reads in any case.
-PREFILL_CHUNK_SIZE = 64
+JOINING_CHUNK_TOKENS = 64
 MAX_REUSED_WIDTH = 16  # token arrays up to this width are kept and reused
 
 
@@ -223,7 +223,7 @@ class Decoder(BaseDecoder, Protocol):
         """A head's own outputs, which it reads in place of features: each row's (logits, width), last inference."""
         ...
 
-    def prefill_chunk_size(self, counts: list[int]) -> int:
+    def joining_chunk_tokens(self, counts: list[int]) -> int:
         """Return how many prompt tokens a row may read while others feed ``counts`` tokens, without much delay."""
         ...
 

@@ -17,7 +17,7 @@ import numpy as np
 import openvino as ov
 
 from ovspec.cache.blocks import BlockTensors
-from ovspec.cache.decoder import FAST_RULE, PREFILL_CHUNK_SIZE, Features, FeedRule, RollbackMethod
+from ovspec.cache.decoder import FAST_RULE, JOINING_CHUNK_TOKENS, Features, FeedRule, RollbackMethod
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.prefill import MIN_SHARED_TOKENS, PREFILL_THRESHOLD
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, measure_common_prefix
@@ -185,8 +185,8 @@ class HybridDecoder(PagedDecoder):
         own_states = [np.array(state) for state in states if state is not None]
         self._states[0] = self._new_row_states(StateSnapshot(len(tokens), own_states, self._spare_arrays))
 
-    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
-        return PREFILL_CHUNK_SIZE
+    def joining_chunk_tokens(self, counts: list[int]) -> int:  # noqa: ARG002
+        return JOINING_CHUNK_TOKENS
 
     # ------------------------------------------------------------ the prefix cache
 

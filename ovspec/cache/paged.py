@@ -16,8 +16,8 @@ from ovspec.base.interrupts import raise_if_interrupted
 from ovspec.cache.blocks import BlockTables, BlockTensors
 from ovspec.cache.decoder import (
     FAST_RULE,
+    JOINING_CHUNK_TOKENS,
     MAX_REUSED_WIDTH,
-    PREFILL_CHUNK_SIZE,
     Features,
     FeedRule,
     RollbackMethod,
@@ -199,8 +199,8 @@ class PagedDecoder:
                 own_arrays[name].write_bits(table, array)
         self.rows[0].commit(tokens)
 
-    def prefill_chunk_size(self, counts: list[int]) -> int:
-        return self.rule.choose_token_count_to_add(sum(counts), max(PREFILL_CHUNK_SIZE, sum(counts)))
+    def joining_chunk_tokens(self, counts: list[int]) -> int:
+        return self.rule.choose_token_count_to_add(sum(counts), max(JOINING_CHUNK_TOKENS, sum(counts)))
 
     def _keep_prefixes(self, rows: Iterable[int], temporarily: bool = False) -> None:
         """Let other texts find the blocks of ``rows``; ``temporarily``: even if idle blocks aren't kept."""

@@ -74,7 +74,7 @@ def choose_prefill_chunks(
     """Return the part of its ``unseen_tokens`` that each row reads in this round, so that generating rows go on.
 
     ``prompt_budget``: number of prompt tokens that are read, the first row's first. By default each row reads a chunk
-    of the decoder's ``prefill_chunk_size``, and everything if no row is generating.
+    of the decoder's ``joining_chunk_tokens``, and everything if no row is generating.
     """
     if all(len(tokens) <= PREFILL_THRESHOLD for tokens in unseen_tokens):
         return unseen_tokens
@@ -84,7 +84,7 @@ def choose_prefill_chunks(
             for tokens, cached_row in zip(unseen_tokens, decoder.rows, strict=True)
             if len(cached_row) and len(tokens) <= PREFILL_THRESHOLD
         ]
-        chunk_size = decoder.prefill_chunk_size(generating_counts) if generating_counts else None
+        chunk_size = decoder.joining_chunk_tokens(generating_counts) if generating_counts else None
         return [tokens if len(tokens) <= PREFILL_THRESHOLD else tokens[:chunk_size] for tokens in unseen_tokens]
     chunks = []
     for tokens in unseen_tokens:

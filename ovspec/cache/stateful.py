@@ -17,7 +17,7 @@ import openvino as ov
 
 from ovspec.cache.decoder import (
     FAST_RULE,
-    PREFILL_CHUNK_SIZE,
+    JOINING_CHUNK_TOKENS,
     Decoder,
     Features,
     FeedRule,
@@ -170,7 +170,7 @@ class StatefulDecoder:
         self._beam_rows = self._beam_rows[rows]  # for an empty row any other is right, because all its slots are dead
         self._row_order = np.arange(len(rows), dtype=np.int32)
 
-    def prefill_chunk_size(self, counts: list[int]) -> int:
+    def joining_chunk_tokens(self, counts: list[int]) -> int:
         return 2 * max(counts)  # every row is computed at the width of the widest
 
     def compact(self) -> None:
@@ -517,8 +517,8 @@ class RowByRowDecoder:
                 moved_decoders[row].copy_into(decoder)
             self._decoders.append(decoder)
 
-    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
-        return PREFILL_CHUNK_SIZE
+    def joining_chunk_tokens(self, counts: list[int]) -> int:  # noqa: ARG002
+        return JOINING_CHUNK_TOKENS
 
     def fork(self) -> RowByRowDecoder:
         forked_decoder = RowByRowDecoder(self._make_decoder)

@@ -136,7 +136,7 @@ def recorded_load_options(identity: JsonObject, runtime: dict[str, OptionValue])
 def describe_mistakes(lm: LanguageModel, verification: Verification, identity: JsonObject) -> list[str]:
     """Return lines that say what is wrong with a text; ``identity``: of the model that made it."""
 
-    def describe_token(token: int) -> str:
+    def quote_token_with_id(token: int) -> str:
         return f"{lm.tokenizer.decode([token])!r} (id {token})"
 
     mistake_lines: list[str] = []
@@ -154,11 +154,11 @@ def describe_mistakes(lm: LanguageModel, verification: Verification, identity: J
         return mistake_lines
     model_choice = "the text must end before it"
     if difference.chosen is not None:
-        model_choice = f"the model chooses {describe_token(difference.chosen)}"
-    token = describe_token(difference.found)
+        model_choice = f"the model chooses {quote_token_with_id(difference.chosen)}"
+    token = quote_token_with_id(difference.found)
     mistake_lines.append(f"token {difference.index + 1} of {verification.tokens} is {token}, but {model_choice}")
     if difference.top:
-        top_text = ", ".join(f"{describe_token(token_id)} {logit:.4f}" for token_id, logit in difference.top)
+        top_text = ", ".join(f"{quote_token_with_id(token_id)} {logit:.4f}" for token_id, logit in difference.top)
         mistake_lines.append(f"  most likely there: {top_text}")
     if lm.target.arithmetic != "exact":
         arithmetic_note = lm.target.arithmetic_note

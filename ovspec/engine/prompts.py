@@ -71,7 +71,7 @@ class PromptEncoder:
         )
 
     @functools.cached_property
-    def tokens_by_role(self) -> dict[str, str]:
+    def special_tokens_by_role(self) -> dict[str, str]:
         """The special tokens that have a role, by role."""
         return read_special_tokens(require_model_path(self.folder))
 

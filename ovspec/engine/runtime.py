@@ -90,7 +90,7 @@ class Runtime:
         return make_fingerprint(self.models.target)
 
     @functools.cached_property
-    def weights_size(self) -> int:
+    def target_weights_size(self) -> int:
         """The size of the target's weights on disk, in bytes."""
         return require_model_path((self.folder / MODEL_FILE).with_suffix(".bin")).stat().st_size
 
@@ -106,9 +106,9 @@ class Runtime:
         """Read the small files that are otherwise read on first use, so that they may be deleted."""
         for owner, attribute in (
             (self.prompt_encoder, "chat_format"),
-            (self.prompt_encoder, "tokens_by_role"),
+            (self.prompt_encoder, "special_tokens_by_role"),
             (self, "identity"),
-            (self, "weights_size"),
+            (self, "target_weights_size"),
         ):
             with contextlib.suppress(OvspecError):  # raised again on first use
                 getattr(owner, attribute)

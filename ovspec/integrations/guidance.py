@@ -108,13 +108,13 @@ def find_model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
     Without a template, guidance takes ChatML and says so.
     """
     try:
-        template = lm.runtime.prompt_encoder.chat_format.template
+        model_template = lm.runtime.prompt_encoder.chat_format.template
     except OvspecError:
         return None
-    if template.source in CHAT_TEMPLATE_CACHE:
-        return template.source
-    role_texts = find_role_texts(template)
-    return make_template_class(template.source, role_texts) if role_texts else template.source
+    if model_template.source in CHAT_TEMPLATE_CACHE:
+        return model_template.source
+    role_texts = find_role_texts(model_template)
+    return make_template_class(model_template.source, role_texts) if role_texts else model_template.source
 
 
 def make_template_class(source: str, role_texts: RoleTexts) -> type[ChatTemplate]:

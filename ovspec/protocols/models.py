@@ -54,7 +54,7 @@ def make_model_entry(lm: LanguageModel, model_name: str, created: int, sampling:
         n_ctx=context_length,
         n_ctx_train=context_length,
         n_vocab=lm.tokenizer.known_ids.size or lm.target.ir.logits_width,
-        size=lm.runtime.weights_size,
+        size=lm.runtime.target_weights_size,
     )
     return ModelEntry(
         id=model_name,

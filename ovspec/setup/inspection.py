@@ -63,18 +63,18 @@ def inspect_models(
         return load_model_with_profile(profile, model_folder, options, engine, arithmetic, head_folder)
 
     target = load_with_profile(folder, arithmetic, head_folder)
-    inspections = {"target": inspect_model(target, options, manifest and manifest.target)}
+    inspections = {"target": describe_compiled_model(target, options, manifest and manifest.target)}
     if (draft_folder / MODEL_FILE).is_file():
         proposer = (
             load_compiled_head(draft_folder, target, options)
             if head_folder
             else load_with_profile(draft_folder, "fast")
         )
-        inspections["draft"] = inspect_model(proposer, options, manifest and manifest.draft)
+        inspections["draft"] = describe_compiled_model(proposer, options, manifest and manifest.draft)
     return inspections
 
 
-def inspect_model(model: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> JsonObject:
+def describe_compiled_model(model: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> JsonObject:
     ir = model.ir
     folder = ir.folder
     rollback = model.rollback

@@ -28,7 +28,7 @@ from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir.compile import write_target_ids
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.inspection import inspect_model
+from ovspec.setup.inspection import describe_compiled_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 COUNT = 300
@@ -212,5 +212,5 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 def test_inspection_shows_how_many_ids_are_proposed(draft: Path, load_with: Load, cache_dir: Path) -> None:
     loaded = load_with(draft).draft
     assert loaded
-    found = inspect_model(loaded, DeviceOptions(cache_dir=cache_dir), None)
+    found = describe_compiled_model(loaded, DeviceOptions(cache_dir=cache_dir), None)
     assert (found["model_type"], found["logits"]) == ("llama", COUNT)

@@ -55,7 +55,7 @@ class Counting:
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
 
-    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
+    def joining_chunk_tokens(self, counts: list[int]) -> int:  # noqa: ARG002
         return 1
 
     def reorder(self, rows: list[int]) -> None:

@@ -27,8 +27,8 @@ QUICK = [*((engine, True, 4) for engine in ENGINES), ("paged", True, "auto")]
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink the prefill chunk of joining rows, so that reading a prompt takes several rounds."""
-    monkeypatch.setattr("ovspec.cache.stateful.PREFILL_CHUNK_SIZE", 24)
-    monkeypatch.setattr("ovspec.cache.paged.PREFILL_CHUNK_SIZE", 24)
+    monkeypatch.setattr("ovspec.cache.stateful.JOINING_CHUNK_TOKENS", 24)
+    monkeypatch.setattr("ovspec.cache.paged.JOINING_CHUNK_TOKENS", 24)
 
 
 def row_of(lm: ovspec.LanguageModel, prompt: str, options: Any) -> Row:

@@ -51,7 +51,7 @@ class Bigrams:
 
     def reorder(self, rows: list[int]) -> None: ...
 
-    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
+    def joining_chunk_tokens(self, counts: list[int]) -> int:  # noqa: ARG002
         return 1
 
     def fork(self) -> Decoder:

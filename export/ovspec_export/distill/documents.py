@@ -25,7 +25,7 @@ MAX_DOCUMENT_TOKENS = 1024  # of a document
 HELD_OUT_DIVISOR = 20  # one of so many documents is held out
 TEXT_PART_BYTES = 32_000  # bytes of a text that is held out whole, about 8,000 tokens
 RUN_TOKENS = 8  # tokens, by which documents are compared
-MAX_LINE_BYTES = 1 << 20  # bytes, more than a document has in its file
+MAX_TAIL_BYTES = 1 << 20  # bytes, more than a document has in its file
 BINARY_CHECK_BYTES = 1 << 13  # bytes of a file in which a binary one shows
 CHATS_SUFFIX = ".jsonl"
 CHAT_LINE_FORMATS = (
@@ -89,7 +89,7 @@ def append_documents(file: Path, documents: Iterable[Document]) -> None:
 def find_last_line_end(stream: BinaryIO) -> int:
     """Return where the last complete line of a file ends."""
     file_bytes = stream.seek(0, os.SEEK_END)
-    tail_start = stream.seek(max(0, file_bytes - MAX_LINE_BYTES))
+    tail_start = stream.seek(max(0, file_bytes - MAX_TAIL_BYTES))
     return tail_start + stream.read().rfind(b"\n") + 1
 
 

@@ -51,13 +51,13 @@ def run_texts_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on
 def run_features_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Compute what the target makes of the texts."""
     target = find_exported_target(plan, work_folder)
-    torch_arguments = JsonObject()
+    torch_checkpoint_arguments = JsonObject()
     if plan.torch_checkpoint:
-        torch_arguments = {
+        torch_checkpoint_arguments = {
             "checkpoint": str(plan.torch_checkpoint.path),
             "model_type": plan.torch_checkpoint.model_type,
         }
-        torch_arguments |= {"torch_device": plan.options.torch_device}
+        torch_checkpoint_arguments |= {"torch_device": plan.options.torch_device}
     return run_worker_job(
         "write_features",
         plan.torch_checkpoint or target,
@@ -68,7 +68,7 @@ def run_features_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float,
         layers=plan.tap_layers,
         seconds=seconds,
         max_bytes=plan.options.size_limit * 1e9,
-        **torch_arguments,
+        **torch_checkpoint_arguments,
     )
 
 

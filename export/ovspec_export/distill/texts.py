@@ -112,9 +112,9 @@ def write_texts(
     unanswered_prompts = select_unanswered_prompts(
         encode_unanswered_chats(user_texts, runtime.prompt_encoder), documents, runtime
     )
-    prompt_source = make_prompt_source(runtime.prompt_encoder, topics, seen_runs, max_question_tokens)
+    own_prompt_source = make_own_prompt_source(runtime.prompt_encoder, topics, seen_runs, max_question_tokens)
     writer = TextWriter(
-        runtime, prompt_source, seen_runs, documents, unanswered_prompts, seed + total_tokens, max_answer_tokens
+        runtime, own_prompt_source, seen_runs, documents, unanswered_prompts, seed + total_tokens, max_answer_tokens
     )
     initial_tokens = total_tokens
     writing_began = time.monotonic()
@@ -163,7 +163,7 @@ class PromptOpening:
     effort: str | None = None
 
 
-def make_prompt_source(
+def make_own_prompt_source(
     prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
 ) -> SelfAskedPrompts | SelfBegunPrompts:
     """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
@@ -347,16 +347,16 @@ class TextWriter:
     def __init__(
         self,
         runtime: Runtime,
-        prompt_source: SelfAskedPrompts | SelfBegunPrompts,
+        own_prompt_source: SelfAskedPrompts | SelfBegunPrompts,
         seen_runs: SeenTokenRuns,
         documents: Iterable[Document],
         prompts: Iterable[Prompt],
         first_number: int,
         max_answer_tokens: int,
     ) -> None:
-        self._runtime, self._prompt_source, self._seen_runs, self._max_answer_tokens = (
+        self._runtime, self._own_prompt_source, self._seen_runs, self._max_answer_tokens = (
             runtime,
-            prompt_source,
+            own_prompt_source,
             seen_runs,
             max_answer_tokens,
         )
@@ -429,7 +429,7 @@ class TextWriter:
         elif self._user_documents and rng.integers(2):
             prompt = self._draw_prompt(rng)
         else:
-            opening = self._prompt_source.draw_opening(rng)
+            opening = self._own_prompt_source.draw_opening(rng)
             return UnfinishedText(self._make_row(opening.ids, seed=seed, **opening.row_options), opening, False)
         row_options = {"temperature": 0.0 if greedy else 1.0, "max_tokens": self._max_answer_tokens}
         return UnfinishedText(self._make_row(prompt.ids, seed=seed, **row_options), prompt, greedy)
@@ -464,7 +464,7 @@ class TextWriter:
                 looping_numbers.append(row_number)
             elif isinstance(beginning, Prompt):
                 self._keep_answer(running_text, beginning)
-            elif prompt := self._prompt_source.make_prompt(beginning, row):
+            elif prompt := self._own_prompt_source.make_prompt(beginning, row):
                 self._ready_prompts.append(prompt)
             del self._running_texts[row_number]
         return looping_numbers

@@ -23,7 +23,7 @@ from ovspec.batch.ray.errors import plain_ray_errors
 from ovspec.batch.ray.nodes import plan_workers
 from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, MEMORY_ADVICE, WorkerPool
 from ovspec.batch.ray.shipment import ship_folder
-from ovspec.batch.ray.worker import ReferenceArithmetic, Worker, WorkerJob
+from ovspec.batch.ray.worker import ReferenceArithmetic, Worker, WorkerSetup
 from ovspec.batch.requests import BatchRequest
 from ovspec.batch.resumable_run import BatchProgress
 from ovspec.params import Params
@@ -62,11 +62,11 @@ def run_on_cluster(
     model_folder, *draft_folders = list_model_folders(resolve_model_folder(model), draft)
     outside_drafts = [draft_folder for draft_folder in draft_folders if not draft_folder.is_relative_to(model_folder)]
     with plain_ray_errors():
-        job = WorkerJob(
+        worker_setup = WorkerSetup(
             [ship_folder(folder) for folder in (model_folder, *outside_drafts)], draft, load_options, params, mixed
         )
         worker_count, cpus = plan_workers(cpus)
-        reference = find_reference_arithmetic(job, cpus)
+        reference = find_reference_arithmetic(worker_setup, cpus)
     run_identity = f"{reference.run_identity}{' mixed' * mixed}"
     collector = ResultCollector(files, run_identity, BatchProgress(0, 0, worker_count=worker_count))
     requests = source if isinstance(source, list) else None
@@ -77,7 +77,10 @@ def run_on_cluster(
     try:
         if file_numbers:
             pool = WorkerPool(
-                partial(start_worker, job, reference, cpus), worker_count, mixed, job.describe_worker(cpus, reference)
+                partial(start_worker, worker_setup, reference, cpus),
+                worker_count,
+                mixed,
+                worker_setup.describe_worker(cpus, reference),
             )
             with plain_ray_errors(), closing(pool):
                 for groups in pool.run_groups(*reader.read_all_groups()):
@@ -130,23 +133,25 @@ class GroupReader:
         return list(make_groups(self.numbers[path], converted_requests, self.run_identity, finished_keys, self.workers))
 
 
-def start_worker(job: WorkerJob, reference: ReferenceArithmetic | None, cpus: int, worker_number: int) -> Any:
+def start_worker(
+    worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, cpus: int, worker_number: int
+) -> Any:
     """Start an actor that Ray doesn't restart, which it would do for ever."""
     actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
     actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
-    return ray.remote(**actor_options)(Worker).remote(job, reference, worker_number)
+    return ray.remote(**actor_options)(Worker).remote(worker_setup, reference, worker_number)
 
 
-def find_reference_arithmetic(job: WorkerJob, cpus: int) -> ReferenceArithmetic:
+def find_reference_arithmetic(worker_setup: WorkerSetup, cpus: int) -> ReferenceArithmetic:
     """Return the reference that a first worker finds, whose processors are then free."""
-    worker = start_worker(job, None, cpus, 0)
+    worker = start_worker(worker_setup, None, cpus, 0)
     try:
-        with show_step(f"{job.shipments[0].folder}: loading on a first worker"):
+        with show_step(f"{worker_setup.shipments[0].folder}: loading on a first worker"):
             return ray.get(worker.load_worker_model.remote())
     except RayTaskError:  # the worker's own error
         raise
     except RayError as error:
-        death_description = f"{describe_death(0, error)} while it loaded {job.describe_worker(cpus)}"
+        death_description = f"{describe_death(0, error)} while it loaded {worker_setup.describe_worker(cpus)}"
         raise OvspecError(f"The first worker {death_description}; {MEMORY_ADVICE}.") from None
     finally:
         ray.kill(worker)

@@ -24,8 +24,8 @@ from ovspec.setup.profile import add_profiles_to_options, read_profile_json
 
 
 @dataclass(frozen=True)
-class WorkerJob:
-    """The work of each worker: a model to load, perhaps with a draft, and the params of its requests."""
+class WorkerSetup:
+    """The model of each worker, perhaps with a draft, and the params of its requests."""
 
     shipments: list[Shipment]  # of the model, and of its draft unless that is inside of it
     draft: Any  # as for ovspec.load
@@ -56,37 +56,37 @@ class ReferenceArithmetic:
 class Worker:
     """Runs requests, as an actor of Ray; keeps to ``reference``, or is the first worker, which makes it."""
 
-    def __init__(self, job: WorkerJob, reference: ReferenceArithmetic | None, number: int) -> None:
+    def __init__(self, worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, number: int) -> None:
         record_signals(number)
         pin_actor()
-        self._job = job
+        self._worker_setup = worker_setup
         self._reference = reference
 
     def load_worker_model(self) -> ReferenceArithmetic:
         """Load the model, before any request."""
-        job = self._job
+        worker_setup = self._worker_setup
         reference = self._reference
-        model, *outside_drafts = [shipment.receive_folder() for shipment in job.shipments]
-        draft = job.draft
+        model, *outside_drafts = [shipment.receive_folder() for shipment in worker_setup.shipments]
+        draft = worker_setup.draft
         if outside_drafts:
-            draft = replace(parse_draft(job.draft), model=outside_drafts[0])  # type: ignore[type-var]
+            draft = replace(parse_draft(worker_setup.draft), model=outside_drafts[0])  # type: ignore[type-var]
         folders = list_model_folders(model, draft)
-        device_options = make_device_options(make_load_params(job.load_options))
+        device_options = make_device_options(make_load_params(worker_setup.load_options))
         if reference:
             device_options = add_profiles_to_options(
                 dict(zip(folders, reference.profiles, strict=True)), device_options
             )
-        load_options: Any = job.load_options | {"cache_dir": device_options.cache_dir}
+        load_options: Any = worker_setup.load_options | {"cache_dir": device_options.cache_dir}
         lm = load(model, draft, **load_options)
-        lm.runtime.identity = lm.runtime.identity | {"folder": str(job.shipments[0].folder)}
-        self._thread = BatchThread(lm, job.params)
-        params = lm.runtime.row_maker.complete_params(job.params)
+        lm.runtime.identity = lm.runtime.identity | {"folder": str(worker_setup.shipments[0].folder)}
+        self._thread = BatchThread(lm, worker_setup.params)
+        params = lm.runtime.row_maker.complete_params(worker_setup.params)
         arithmetics, checksums = zip(
             *map(describe_and_hash_arithmetic, list_text_deciding_models(lm, params)), strict=True
         )
         arithmetic = ", draft: ".join(arithmetics)
         logits_checksums = ", draft: ".join(checksums)
-        if reference and logits_checksums != reference.logits_checksum and not job.allows_mixed_arithmetic:
+        if reference and logits_checksums != reference.logits_checksum and not worker_setup.allows_mixed_arithmetic:
             raise OvspecError(
                 f"The worker on {platform.node()} computes other bits ({arithmetic}) than the first one "
                 f"({reference.computing_conditions}). Leave it out, or let it take part with `mixed=True`."

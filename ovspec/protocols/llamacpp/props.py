@@ -38,7 +38,7 @@ class Props(ReplyModel):
 
 def make_server_props(lm: LanguageModel, model_name: str, defaults: Params, batch_size: int) -> Props:
     """Return the server's properties as llama.cpp's has them; ``batch_size``: texts that are generated at a time."""
-    special_tokens = lm.runtime.prompt_encoder.tokens_by_role
+    special_tokens = lm.runtime.prompt_encoder.special_tokens_by_role
     try:
         template_source = lm.runtime.prompt_encoder.chat_format.template.source
     except OvspecError:

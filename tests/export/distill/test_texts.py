@@ -38,7 +38,7 @@ from ovspec_export.distill.texts import (
     TOPIC_OPENING,
     find_turn_end,
     make_chat_messages,
-    make_prompt_source,
+    make_own_prompt_source,
     split_at_user_text,
     write_texts,
 )
@@ -366,12 +366,12 @@ def test_the_users_prompts_are_answered_first_and_once(lm: ovspec.LanguageModel,
 
 
 def test_topics_lead_to_questions_but_are_not_in_them(lm: ovspec.LanguageModel) -> None:
-    asking = make_prompt_source(lm.runtime.prompt_encoder, ["fish", "birds"], texts.SeenTokenRuns(), 20)
+    asking = make_own_prompt_source(lm.runtime.prompt_encoder, ["fish", "birds"], texts.SeenTokenRuns(), 20)
     drawn = np.random.default_rng(0)
     leads = [asking.draw_opening(drawn) for _ in range(40)]
     told = {lm.tokenizer.decode_with_special(np.array(lead.ids)) for lead in leads}
     assert told == {f"<|im_start|>user\n{TOPIC_OPENING.format(topic).strip()}" for topic in ("fish", "birds")}
-    anything = make_prompt_source(lm.runtime.prompt_encoder, [], texts.SeenTokenRuns(), 20)
+    anything = make_own_prompt_source(lm.runtime.prompt_encoder, [], texts.SeenTokenRuns(), 20)
     told = {lm.tokenizer.decode_with_special(np.array(anything.draw_opening(drawn).ids)) or "" for _ in range(60)}
     assert len(told) == 4
     assert sum("<|im_start|>system\n" in text for text in told) == 3
@@ -380,7 +380,7 @@ def test_topics_lead_to_questions_but_are_not_in_them(lm: ovspec.LanguageModel) 
 def test_without_a_system_role_there_are_no_system_messages(lm: ovspec.LanguageModel) -> None:
     prompts = copy.copy(lm.runtime.prompt_encoder)
     vars(prompts)["chat_format"] = format_of(TEMPLATES["gemma2"])
-    asking, drawn = make_prompt_source(prompts, [], texts.SeenTokenRuns(), 20), np.random.default_rng(0)
+    asking, drawn = make_own_prompt_source(prompts, [], texts.SeenTokenRuns(), 20), np.random.default_rng(0)
     assert {prompts.tokenizer.decode_with_special(np.array(asking.draw_opening(drawn).ids)) for _ in range(30)} == {
         "<bos><start_of_turn>user\n"
     }
