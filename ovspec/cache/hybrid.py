@@ -130,21 +130,23 @@ class HybridDecoder(PagedDecoder):
         self._count_input = ir.inputs[UPDATE_COUNT_INPUT]
         self._spare_arrays: list[list[np.ndarray]] = []
         zeros = [np.zeros(shape, dtype=np.float32) for shape in self._advance.shapes]
-        self._initial = StateSnapshot(0, zeros, [])
+        self._initial_snapshot = StateSnapshot(0, zeros, [])
         self._states: list[RowStates] = []
         self._updates_row: int | None = None  # the row whose updates are in the request's memory
-        self._start: StateSnapshot | None = None  # of the inference that is being prepared
+        self._start_snapshot: StateSnapshot | None = None  # of the inference that is being prepared
         super().__init__(ir, vocabulary, rule, tensors)
 
     # ------------------------------------------------------------ rows
 
     def _reset_rows(self, rows: int) -> None:
         super()._reset_rows(rows)
-        self._states = [self._new_row_states(self._initial) for _ in range(rows)]
+        self._states = [self._make_row_states_from(self._initial_snapshot) for _ in range(rows)]
         self._updates_row = None
 
-    def _new_row_states(self, snapshot: StateSnapshot) -> RowStates:
-        snapshots = [self._initial] if snapshot is self._initial else [self._initial, snapshot]
+    def _make_row_states_from(self, snapshot: StateSnapshot) -> RowStates:
+        snapshots = (
+            [self._initial_snapshot] if snapshot is self._initial_snapshot else [self._initial_snapshot, snapshot]
+        )
         return RowStates(snapshot, snapshot, snapshots=snapshots)
 
     def truncate(self, row: int, length: int) -> None:
@@ -156,7 +158,8 @@ class HybridDecoder(PagedDecoder):
         self._keep_updates()
         super().reorder(rows)
         self._states = [
-            self._new_row_states(self._initial) if row == EMPTY_ROW else self._states[row].copy() for row in rows
+            self._make_row_states_from(self._initial_snapshot) if row == EMPTY_ROW else self._states[row].copy()
+            for row in rows
         ]
 
     def fork(self) -> HybridDecoder:
@@ -183,7 +186,7 @@ class HybridDecoder(PagedDecoder):
                 raise ValueError("the states are of another model")
         super().restore(tokens, block_arrays)
         own_states = [np.array(state) for state in states if state is not None]
-        self._states[0] = self._new_row_states(StateSnapshot(len(tokens), own_states, self._spare_arrays))
+        self._states[0] = self._make_row_states_from(StateSnapshot(len(tokens), own_states, self._spare_arrays))
 
     def joining_chunk_tokens(self, counts: list[int]) -> int:  # noqa: ARG002
         return JOINING_CHUNK_TOKENS
@@ -211,7 +214,7 @@ class HybridDecoder(PagedDecoder):
                     self._tables.replace_blocks(row, blocks[: -(-snapshot.length // self.block_size)])
                     self.rows[row] = Sequence(sequence.tokens[: snapshot.length])
                     self.rows[row].owner = sequence.owner
-                    self._states[row] = self._new_row_states(snapshot)
+                    self._states[row] = self._make_row_states_from(snapshot)
 
     def _keep_prefixes(self, rows: Iterable[int], temporarily: bool = False) -> None:
         rows = list(rows)
@@ -270,7 +273,7 @@ class HybridDecoder(PagedDecoder):
         tokens = np.concatenate((self.rows[row].tokens[begin - again :], new))
         tokens = np.concatenate((tokens, np.repeat(new[-1:], max(0, computed - len(tokens)))))
         row_inputs[row] = begin - again, tokens
-        self._start = before
+        self._start_snapshot = before
         self._next_arrays = self._take_arrays()
         self._computed_count = len(tokens)
         self._update_count = np.array([len(tokens) if len(tokens) <= MAX_UPDATES else 0], dtype=np.int64)
@@ -284,12 +287,12 @@ class HybridDecoder(PagedDecoder):
 
     def _finish_inference(self, row: int, token_count: int) -> None:
         """Take over the states after the inference that ``_fill_up_inference`` has prepared."""
-        assert self._start
+        assert self._start_snapshot
         states = self._states[row]
         length = len(self.rows[row])
-        states.before = self._start
+        states.before = self._start_snapshot
         states.after = None
-        is_filled_up = self._start.length + self._computed_count > length
+        is_filled_up = self._start_snapshot.length + self._computed_count > length
         if is_filled_up:
             self._spare_arrays.append(self._next_arrays)
         else:
@@ -302,9 +305,9 @@ class HybridDecoder(PagedDecoder):
         if self._computed_count <= MAX_UPDATES:
             request = self._request.openvino_request
             states.updates = [request.get_output_tensor(output).data for output in self._update_outputs]
-            states.update_count = length - self._start.length
+            states.update_count = length - self._start_snapshot.length
             self._updates_row = row
-        self._start = None
+        self._start_snapshot = None
 
     def _keep_updates(self) -> None:
         """Copy the updates that the next inference will overwrite."""

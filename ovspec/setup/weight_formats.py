@@ -123,8 +123,10 @@ def make_products_model(weight_format: WeightFormat, row_count: int, column_coun
     """Return a model that multiplies its input [tokens, columns] with ``copy_count`` matrices of random weights."""
     generator = np.random.default_rng(0)
     token_vectors = ops.parameter([-1, column_count], np.float32)
-    weights = [make_random_weights(weight_format, row_count, column_count, generator) for _ in range(copy_count)]
-    products = [ops.matmul(token_vectors, matrix, False, True) for matrix in weights]
+    random_matrices = [
+        make_random_weights(weight_format, row_count, column_count, generator) for _ in range(copy_count)
+    ]
+    products = [ops.matmul(token_vectors, matrix, False, True) for matrix in random_matrices]
     sums = [ops.reduce_sum(product, ops.constant(-1), True) for product in products]
     return ov.Model([ops.result(ops.concat(sums, -1))], [token_vectors])  # type: ignore[misc]
 
