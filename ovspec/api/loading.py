@@ -17,7 +17,7 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.device import DeviceOptions, check_threads_option, parse_device_option
 from ovspec.params.loading import LOAD_OPTIONS, LoadParams, make_load_params
-from ovspec.params.option import accepts_options, format_option_documentation, options_class
+from ovspec.params.option import accepts_options, format_option_documentation, options_dataclass
 from ovspec.setup.manifest import read_manifest
 from ovspec.setup.model_folders import check_draft_folder, export_model_and_draft, resolve_draft, resolve_model_folder
 from ovspec.setup.pair_loading import load_target_and_draft
@@ -27,7 +27,7 @@ from ovspec.text.custom_template import resolve_custom_template
 DraftArgument = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]
 
 
-@options_class
+@options_dataclass
 class LoadArguments(LoadParams):
     """The arguments of ``load``, as editors show them."""
 

@@ -28,12 +28,12 @@ from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT, Perplexity, measur
 from ovspec.params import Params
 from ovspec.params.checks import refuse_retries_in_stream
 from ovspec.params.generation import DEFAULT_PARAMS, GenerateOptions
-from ovspec.params.option import OptionValue, method_accepts_options, options_class
+from ovspec.params.option import OptionValue, method_accepts_options, options_dataclass
 
 PromptT = TypeVar("PromptT")
 
 
-@options_class
+@options_dataclass
 class GenerateArguments(GenerateOptions, Generic[PromptT]):
     """The arguments of calls that continue a prompt, as editors show them."""
 

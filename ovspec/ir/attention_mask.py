@@ -99,15 +99,15 @@ def hides_dead_slots(request: ov.InferRequest, states: dict[str, StateVariable],
     live_flags = np.ones((1, slots), dtype=np.int64)
     live_flags[:, dead_slots] = 0
     masks_with_dead = compute_masks(request, states, live_flags)
-    clean_masks = compute_masks(request, states, np.ones((1, slots - 4), dtype=np.int64))
-    for mask, clean_mask in zip(masks_with_dead, clean_masks, strict=True):
+    masks_without_dead = compute_masks(request, states, np.ones((1, slots - 4), dtype=np.int64))
+    for mask, mask_without_dead in zip(masks_with_dead, masks_without_dead, strict=True):
         mask = np.delete(mask, np.arange(slots)[dead_slots], axis=-1)
-        visible_slots = clean_mask > -1e30
+        visible_slots = mask_without_dead > -1e30
         if not ((mask > -1e30) == visible_slots).all():
             return False
         # Softmax ignores a constant added to a whole row.
         shifted_mask = mask - mask[..., -1:]
-        expected_mask = clean_mask - clean_mask[..., -1:]
+        expected_mask = mask_without_dead - mask_without_dead[..., -1:]
         if not np.allclose(shifted_mask[visible_slots], expected_mask[visible_slots], atol=1e-3):
             return False
     return True

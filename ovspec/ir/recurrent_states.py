@@ -67,7 +67,7 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
     for index, state in enumerate(states):
         read = reads[state.name]
         dimensions = list(read.get_output_partial_shape(0))
-        shape = [1 if axis == state.batch_axis else size.get_length() for axis, size in enumerate(dimensions)]
+        shape = [1 if axis == state.batch_axis else dimension.get_length() for axis, dimension in enumerate(dimensions)]
         parameter = ops.parameter(shape, read.get_output_element_type(0), name=STATE_INPUT.format(index))
         parameter.output(0).get_tensor().set_names({STATE_INPUT.format(index)})
         for reader in read.output(0).get_target_inputs():
@@ -199,12 +199,12 @@ def list_sources(value: ov.Output, operations: OperationIndex) -> list[ov.Output
 
 def count_token_values(value: ov.Output) -> int:
     """Return how many values a token has in ``value``."""
-    return math.prod(size.get_length() for size in value.get_partial_shape() if size.is_static)
+    return math.prod(dimension.get_length() for dimension in value.get_partial_shape() if dimension.is_static)
 
 
 def find_token_axis(value: ov.Output) -> int:
     """Return the axis of an update that has a value for each token: the only dynamic one after the row's."""
-    dynamic_axes = [axis for axis, size in enumerate(value.get_partial_shape()) if axis and size.is_dynamic]
+    dynamic_axes = [axis for axis, dimension in enumerate(value.get_partial_shape()) if axis and dimension.is_dynamic]
     if len(dynamic_axes) != 1:
         raise NotPaged("what a token adds to its recurrent states isn't found")
     return dynamic_axes[0]
@@ -278,10 +278,10 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
             layer.input(index).replace_source_output(flat.output(0))
         for reader in layer.output(0).get_target_inputs():
             reshape = reader.get_node()
-            sizes = list(reshape.get_output_partial_shape(0))[2:]
-            if reshape.get_type_name() != "Reshape" or any(size.is_dynamic for size in sizes):
+            dimensions = list(reshape.get_output_partial_shape(0))[2:]
+            if reshape.get_type_name() != "Reshape" or any(dimension.is_dynamic for dimension in dimensions):
                 raise NotPaged("the way out of its attention isn't understood")
-            shape = constant(1, -1, *[size.get_length() for size in sizes])
+            shape = constant(1, -1, *[dimension.get_length() for dimension in dimensions])
             reshape.output(0).replace(ops.reshape(layer.output(0), shape, special_zero=False).output(0))
     model.validate_nodes_and_infer_types()
 

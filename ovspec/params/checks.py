@@ -40,7 +40,7 @@ def check_param_combinations(params: Params) -> Params:
     if params.conflict_message:
         raise OvspecError(params.conflict_message)
     check_grammar_options(params)
-    params = check_tool_options(params)
+    params = parse_tool_options(params)
     if params.sampler and (params.temperature or params.truncating_options):
         distribution_options = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
         raise OvspecError(f"The sampler draws the tokens; leave out {distribution_options}.")
@@ -53,7 +53,7 @@ def check_param_combinations(params: Params) -> Params:
     return params
 
 
-def check_tool_options(params: Params) -> Params:
+def parse_tool_options(params: Params) -> Params:
     """Return ``params`` with the tools as OpenAI's; raises OvspecError for what can't be called."""
     if "tools" in (params.chat_template_kwargs or {}) and params.tools:
         raise OvspecError("`tools` and `chat_template_kwargs` both have tools; give them once.")

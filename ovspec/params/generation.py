@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, NumberLimits
-from ovspec.params.option import OptionValue, collect_options, format_option_documentation, option, options_class
+from ovspec.params.option import OptionValue, collect_options, format_option_documentation, option, options_dataclass
 from ovspec.params.sampling import SamplingParams
 from ovspec.params.tools import NO_TOOLS, AllowedCalls, parse_tool_choice
 from ovspec.params.values import parse_json_object, parse_lookahead, parse_position_or_text, parse_schema_or_file
@@ -20,7 +20,7 @@ LogitsProcessor = Callable[[Any, Any], Any]
 PATH_OR_TEXT_HELP = "A string, or the ``Path`` of a file."
 
 
-@options_class
+@options_dataclass
 class Params(SamplingParams):
     """All options of one generating call. The front doors check what they make it from, so it isn't checked again."""
 
@@ -238,7 +238,7 @@ class Params(SamplingParams):
         }
 
 
-@options_class
+@options_dataclass
 class GenerateOptions(Params):
     """The keywords of every generating call: all options, and ``sampling``, which has several of them."""
 

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
-from ovspec.params.option import OptionValue, collect_options, option, options_class
+from ovspec.params.option import OptionValue, collect_options, option, options_dataclass
 from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.params.values import check_option_names, check_value, parse_file_or_name, parse_folder, parse_key_value
 
 
-@options_class
+@options_dataclass
 class RuntimeParams:
     """The options that decide where and how models are compiled."""
 
@@ -69,7 +69,7 @@ class RuntimeParams:
     )
 
 
-@options_class
+@options_dataclass
 class LoadParams(RuntimeParams):
     """The options of ``ovspec.load``, besides the model and its draft; checked by ``make_load_params``."""
 

@@ -91,7 +91,7 @@ def option(
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, field))
-def options_class(cls: type[S]) -> type[S]:
+def options_dataclass(cls: type[S]) -> type[S]:
     """Make an immutable dataclass of a class whose fields are options; they are keywords of its ``__init__``."""
     return dataclass(frozen=True, kw_only=True)(cls)
 

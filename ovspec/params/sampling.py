@@ -16,11 +16,11 @@ from ovspec.params.limits import (
     TOKEN_COUNT,
     NumberLimits,
 )
-from ovspec.params.option import collect_options, format_option_documentation, option, options_class
+from ovspec.params.option import collect_options, format_option_documentation, option, options_dataclass
 from ovspec.params.values import check_value, parse_token_bias
 
 
-@options_class
+@options_dataclass
 class SamplingParams:
     """Sampling options in one immutable object, for the option ``sampling``; checked when it is made."""
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Literal
 
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, TEMPERATURE, NumberLimits
-from ovspec.params.option import collect_options, option, options_class
+from ovspec.params.option import collect_options, option, options_dataclass
 from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS, SAMPLING_OPTIONS
 from ovspec.params.values import parse_lookahead
 
 
-@options_class
+@options_dataclass
 class ServeParams:
     """The options that decide who is served, and how much at a time."""
 

@@ -21,7 +21,7 @@ SLOW_KEYWORDS = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MAX_ERRORS = 20
 MAX_DIRECT_SIZE = 10_000_000  # characters of the schema times characters of the text that this process checks itself
 
-VALIDATOR = SandboxPool(
+VALIDATION_POOL = SandboxPool(
     "ovspec.sampling.schema_validation", "judges texts by schemas", MAX_VALIDATION_SECONDS, MAX_VALIDATION_BYTES
 )
 
@@ -50,7 +50,7 @@ def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) ->
     request = {"schema": schema, "text": prompt_part + text}
     is_slow = SLOW_KEYWORDS.search(schema_text) or len(schema_text) * len(request["text"]) > MAX_DIRECT_SIZE
     try:
-        reply = VALIDATOR.ask(json.dumps(request)) if is_slow else answer_validation_request(request)
+        reply = VALIDATION_POOL.ask(json.dumps(request)) if is_slow else answer_validation_request(request)
     except SandboxLimitExceeded as reason:
         return [f"#: the check {reason}, so whether the text is valid is unknown"]
     except UnavailableError:

@@ -22,7 +22,7 @@ from ovspec.batch.requests import parse_line
 from ovspec.batch.resumable_run import run_file
 from ovspec.params import make_params
 from ovspec.sampling.grammar_conversion import convert_grammar
-from ovspec.sampling.schema_validation import VALIDATOR, find_schema_errors
+from ovspec.sampling.schema_validation import VALIDATION_POOL, find_schema_errors
 
 Load = Callable[..., ovspec.LanguageModel]
 
@@ -236,7 +236,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize(("schema", "text"), ENDLESS)
 def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VALIDATOR, "max_seconds", 1.0)
+    monkeypatch.setattr(VALIDATION_POOL, "max_seconds", 1.0)
     found, waits = list[str](), list[float]()
     judging = threading.Thread(target=lambda: found.extend(find_schema_errors(schema, "", text)))
     judging.start()
@@ -251,14 +251,14 @@ def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeyp
 
 
 def test_judging_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VALIDATOR, "max_bytes", 10_000_000)  # less than Python itself
+    monkeypatch.setattr(VALIDATION_POOL, "max_bytes", 10_000_000)  # less than Python itself
     (found,) = find_schema_errors(HOSTILE, "", json.dumps({"x": "a" * 40 + "!"}))
     assert found == "#: the check took more than 10 MB of memory, so whether the text is valid is unknown"
 
 
 def test_only_what_may_take_long_is_judged_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
-    monkeypatch.setattr(VALIDATOR, "ask", lambda request: asked.append(request) or {"errors": []})
+    monkeypatch.setattr(VALIDATION_POOL, "ask", lambda request: asked.append(request) or {"errors": []})
     assert find_schema_errors(OPEN, "", "{}") == ["#: 'a' is a required property"]
     assert not asked
     many = {"enum": [f"choice {i}" for i in range(10_000)]}

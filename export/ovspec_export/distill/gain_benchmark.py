@@ -66,7 +66,7 @@ def read_held_out_prompts(documents_file: Path, max_prompts: int = MAX_PROMPTS, 
     return [prompts[i * len(prompts) // prompt_count] for i in range(prompt_count)]
 
 
-def is_new_draft_faster(rows: list[JsonObject]) -> bool:
+def is_new_draft_fastest(rows: list[JsonObject]) -> bool:
     """Return whether the new draft is faster than plain decoding and than the old draft."""
     *other_speedups, new_speedup = (row["speedup"] or 0.0 for row in rows)
     return new_speedup > max(other_speedups)

@@ -12,7 +12,7 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
 from ovspec_export.distill import stages
 from ovspec_export.distill.card import read_record
-from ovspec_export.distill.gain_benchmark import describe_missing_gain, is_new_draft_faster
+from ovspec_export.distill.gain_benchmark import describe_missing_gain, is_new_draft_fastest
 from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.result import add_draft_to_target, make_result_record, write_result
 from ovspec_export.distill.result_export import export_draft, export_result
@@ -39,7 +39,7 @@ def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOu
     finished_record = read_record(plan.output)
     manifest = read_manifest(plan.output)
     assert finished_record and manifest
-    if not is_new_draft_faster(finished_record.rows):
+    if not is_new_draft_fastest(finished_record.rows):
         print_note(describe_missing_gain(plan.result_name, finished_record.rows))
         return DistillOutcome.NOTHING_GAINED
     print_note(f"{plan.output}: finished")

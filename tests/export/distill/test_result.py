@@ -17,7 +17,7 @@ from ovspec_export.distill.card import DocumentCounts, ResultRecord, format_card
 from ovspec_export.distill.gain_benchmark import (
     PLAIN_PROMPT_TOKENS,
     describe_missing_gain,
-    is_new_draft_faster,
+    is_new_draft_fastest,
     measure_gain,
     read_held_out_prompts,
 )
@@ -173,13 +173,13 @@ def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, m
 
 def test_what_is_a_gain() -> None:
     plain = row("plain")
-    assert is_new_draft_faster([plain, row("head", 1.1)])
-    assert is_new_draft_faster([plain, row("old draft", 1.1), row("head", 1.2)])
-    assert is_new_draft_faster([plain, row("old draft", None), row("head", 1.2)])
+    assert is_new_draft_fastest([plain, row("head", 1.1)])
+    assert is_new_draft_fastest([plain, row("old draft", 1.1), row("head", 1.2)])
+    assert is_new_draft_fastest([plain, row("old draft", None), row("head", 1.2)])
     for new in (1.0, 0.9, None):
-        assert not is_new_draft_faster([plain, row("head", new)])
-        assert not is_new_draft_faster([plain, row("old draft", 0.8), row("head", new)])
-    assert not is_new_draft_faster([plain, row("old draft", 1.3), row("head", 1.2)])
+        assert not is_new_draft_fastest([plain, row("head", new)])
+        assert not is_new_draft_fastest([plain, row("old draft", 0.8), row("head", new)])
+    assert not is_new_draft_fastest([plain, row("old draft", 1.3), row("head", 1.2)])
     assert "(no speed-up)" in describe_missing_gain("out", [plain, row("head", None)])
     assert "(0.90 of plain speed, with the old draft 1.30)" in describe_missing_gain(
         "out", [plain, row("old draft", 1.3), row("head", 0.9)]
