@@ -155,7 +155,7 @@ class WorkerPool:
             worker.running_groups.remove(group)
             self._finish_group(group, task_result, worker.arithmetic)
         else:
-            worker.arithmetic = task_result.kind
+            worker.arithmetic = task_result.computing_conditions
 
     def _finish_group(self, group: RequestGroup, output_lines: list[JsonObject], arithmetic: str) -> None:
         if self._mixed_arithmetic:
