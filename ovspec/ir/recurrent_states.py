@@ -15,7 +15,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from ovspec.ir.compile import AdvanceGraph, StateVariable, add_output, find_state_variables
+from ovspec.ir.compile import AdvanceGraph, StateVariable, add_output, find_state_variables, last_error_line
 from ovspec.ir.paged_attention import NotPaged, find_attention_operations, rewrite_to_paged
 
 STATE_INPUT = "recurrent_state.{}"
@@ -41,6 +41,13 @@ def rewrite_states_to_paged(model: ov.Model, on_gpu: bool) -> AdvanceGraph | Non
         return None
     if on_gpu:
         raise NotPaged("it has states other than keys and values, which are paged on a CPU only")
+    try:
+        return rewrite_recurrent_to_paged(model, recurrent_states)
+    except (RuntimeError, LookupError) as error:
+        raise NotPaged(f"its recurrent states aren't understood ({last_error_line(error)})") from None
+
+
+def rewrite_recurrent_to_paged(model: ov.Model, recurrent_states: list[StateVariable]) -> AdvanceGraph:
     graph = expose_recurrent_states(model, recurrent_states)
     hidden_loops = hide_loops(model)
     own_inputs = {name for port in model.inputs for name in port.names} - {"attention_mask", "beam_idx"}
@@ -269,19 +276,23 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
         if reader.get_node().get_type_name() != "PagedAttentionExtension":
             reader.replace_source_output(text_length)
     for layer in find_attention_operations(model):
-        for index in range(3):  # queries, keys and values
+        head_count = 0
+        for index in reversed(range(3)):  # values, keys and queries
             reshape = layer.input_value(index).get_node()
             if reshape.get_type_name() != "Reshape":
                 raise NotPaged("the way into its attention isn't understood")
-            width = reshape.get_output_partial_shape(0)[1].get_length()
-            flat = ops.reshape(reshape.input_value(0), constant(-1, width), special_zero=False)
+            dimensions = list(reshape.input_value(0).get_partial_shape())[-2:]
+            if any(dimension.is_dynamic for dimension in dimensions):
+                raise NotPaged("the way into its attention isn't understood")
+            head_count, head_width = [dimension.get_length() for dimension in dimensions]
+            flat = ops.reshape(reshape.input_value(0), constant(-1, head_count * head_width), special_zero=False)
             layer.input(index).replace_source_output(flat.output(0))
         for reader in layer.output(0).get_target_inputs():
             reshape = reader.get_node()
-            dimensions = list(reshape.get_output_partial_shape(0))[2:]
-            if reshape.get_type_name() != "Reshape" or any(dimension.is_dynamic for dimension in dimensions):
+            dimensions = list(reshape.get_output_partial_shape(0))
+            if reshape.get_type_name() != "Reshape" or len(dimensions) != 4 or dimensions[-1].is_dynamic:
                 raise NotPaged("the way out of its attention isn't understood")
-            shape = constant(1, -1, *[dimension.get_length() for dimension in dimensions])
+            shape = constant(1, -1, head_count, dimensions[-1].get_length())
             reshape.output(0).replace(ops.reshape(layer.output(0), shape, special_zero=False).output(0))
     model.validate_nodes_and_infer_types()
 
