@@ -55,7 +55,8 @@ def pool_of(count: int, started: list[int], deadly: int | None = None) -> Worker
 
     def start(number: int) -> Any:
         started.append(number)
-        load = SimpleNamespace(remote=lambda: Ended(SimpleNamespace(computing_conditions="here"), died=number == deadly))
+        arithmetic = SimpleNamespace(computing_conditions="here")
+        load = SimpleNamespace(remote=lambda: Ended(arithmetic, died=number == deadly))
         return SimpleNamespace(load_worker_model=load, run_requests=SimpleNamespace(remote=answer))
 
     return WorkerPool(start, count, False, "model")

@@ -443,7 +443,8 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
         def load_worker_model(self) -> SimpleNamespace:
             if self._number in loading:
                 self.die()
-            return SimpleNamespace(computing_conditions=f"kind of {self._number}")  # a Reference's module imports slowly
+            # The module of ReferenceArithmetic imports slowly.
+            return SimpleNamespace(computing_conditions=f"kind of {self._number}")
 
         def run_requests(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
             self._answering += 1
