@@ -124,6 +124,9 @@ def test_kept_prefixes_have_their_states(ir: CompiledIR, model: hybrid.Hybrid, e
     reader.reuse_prefixes([Sequence(edited)])
     assert len(reader.rows[0]) == 69, "the prompt but its last token, which a repeated one feeds for its logits"
     np.testing.assert_allclose(reader.feed([np.array(edited[69:])], [1])[0], model.logits(edited)[-1:], atol=2e-3)
+    reader.reset(1)
+    reader.reuse_prefixes([Sequence([*text[:66].tolist(), *range(50, 120)])])
+    assert not len(reader.rows[0]), "the next states are of a longer prefix"
     stranger = Sequence(more)
     stranger.owner = "another"
     reader.reset(1)
