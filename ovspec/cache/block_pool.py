@@ -68,8 +68,9 @@ class BlockPool:
         self._kept_nodes: dict[int, PrefixNode] = {}
         self._idle_blocks: OrderedDict[int, None] = OrderedDict()
         self._roots_by_owner: dict[Hashable, PrefixNode] = {}
-        # Block -> length of a text that ends in it -> what else is kept of that text.
+        # Block -> length of a text that ends in it -> the snapshot of its recurrent states.
         self._snapshots: dict[int, dict[int, object]] = {}
+        self.snapshot_count = 0
         self.snapshot_size = 0.0  # of a snapshot, in blocks
         self.needed_capacity = 0  # number of blocks that the tensors must have room for; higher ones were never used
         self.evicted_count = 0  # evicted blocks so far
@@ -162,7 +163,9 @@ class BlockPool:
     def keep_snapshot(self, block: int, length: int, snapshot: object) -> None:
         """Keep ``snapshot`` of a text of ``length`` tokens beside ``block``, its last one, if that is kept."""
         if block in self._kept_nodes:
-            self._snapshots.setdefault(block, {})[length] = snapshot
+            snapshots = self._snapshots.setdefault(block, {})
+            self.snapshot_count += length not in snapshots
+            snapshots[length] = snapshot
 
     def find_snapshot(self, blocks: list[int], length: int) -> object | None:
         """Return the snapshot of the longest text of at most ``length`` tokens that ends in ``blocks``, if any."""
@@ -173,13 +176,9 @@ class BlockPool:
         return None
 
     @property
-    def snapshot_count(self) -> int:
-        return sum(map(len, self._snapshots.values()))
-
-    @property
     def _snapshot_blocks(self) -> float:
         """How many blocks take as much memory as the snapshots."""
-        return self.snapshot_size * self.snapshot_count if self.snapshot_size else 0.0
+        return self.snapshot_size * self.snapshot_count
 
     def _insert_child(self, parent: PrefixNode, token_bytes: bytes, block: int) -> PrefixNode:
         """Keep a block below ``parent``; return its node. An idle sibling that the block contains is freed."""
@@ -189,10 +188,9 @@ class BlockPool:
         self._kept_nodes[block] = child
         for sibling in parent.children[max(0, position - 1) : position]:
             if sibling.block in self._idle_blocks and token_bytes.startswith(sibling.token_bytes):
-                snapshots = self._snapshots.pop(sibling.block, {})
+                for length, snapshot in self._snapshots.get(sibling.block, {}).items():
+                    self.keep_snapshot(block, length, snapshot)
                 self._free_idle_block(sibling.block)
-                if snapshots:
-                    self._snapshots.setdefault(block, {}).update(snapshots)
         return child
 
     def free_idle_blocks(self) -> None:
@@ -212,7 +210,7 @@ class BlockPool:
     def _free_idle_block(self, block: int) -> None:
         del self._idle_blocks[block]
         node = self._kept_nodes.pop(block)
-        self._snapshots.pop(block, None)
+        self.snapshot_count -= len(self._snapshots.pop(block, ()))
         assert node.parent and not node.children, "the last blocks of a text come first"
         del node.parent.children[node.parent.find_child_position(node.token_bytes)]
         self._free_blocks.append(block)

@@ -25,7 +25,7 @@ from ovspec.ir.compile import CompiledIR
 from ovspec.ir.recurrent_states import STATE_INPUT, STATE_OUTPUT, UPDATE, UPDATE_COUNT_INPUT
 from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
-MAX_UPDATES = 32  # tokens of an inference up to which it can be gone back to each of them
+MAX_UPDATES = 32  # an inference of up to this many tokens can be rolled back to any of them
 MAX_SNAPSHOTS = 8  # that a row keeps to go back further
 SPARE_ARRAYS = 3  # sets of arrays that are kept for inferences to come
 
@@ -48,8 +48,8 @@ class RowStates:
     """The states that a row can continue from.
 
     before: the states before the last inference.
-    updates: what each token of the last inference adds to them; [] if they had too many tokens.
-    update_count: how many tokens the updates are for.
+    updates: the values by which each token of the last inference changes the states; [] if it had too many tokens.
+    update_count: number of tokens that the updates are for.
     after: the states after the last inference; None if they contain tokens that aren't the row's.
     snapshots: earlier states, in the order of their lengths.
     """
@@ -66,7 +66,7 @@ class RowStates:
         return other
 
     def find_restorable_length(self, length: int) -> int:
-        """Return the greatest length, at most ``length``, at which the states can be had."""
+        """Return the greatest length, at most ``length``, at which the states are known or can be computed."""
         if self.after and self.after.length <= length:
             return self.after.length
         if self.before.length <= length:
@@ -75,7 +75,7 @@ class RowStates:
         return self.snapshots[index - 1].length if index else 0
 
     def truncate(self, length: int) -> None:
-        """Forget all states of more than ``length`` tokens, at which the states can be had."""
+        """Forget all states of more than ``length`` tokens, which is a restorable length."""
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
         if self.after and self.after.length > length:
             self.after = None
@@ -198,19 +198,19 @@ class HybridDecoder(PagedDecoder):
             pool = self._tensors.pool
             for cached, sequence in zip(self.rows, sequences, strict=True):
                 cached.owner = sequence.owner
-            alone = len(self.rows) == 1
-            kept = False
+            is_single_row = len(self.rows) == 1
+            has_kept_prefixes = False
             for row, (cached, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
-                shared = self._states[row].find_restorable_length(measure_common_prefix(cached, sequence))
-                reads_on = shared and shared == len(cached) and not alone  # its prompt, round by round
-                if len(sequence) - shared <= MIN_SHARED_TOKENS or reads_on:
+                shared_length = self._states[row].find_restorable_length(measure_common_prefix(cached, sequence))
+                is_reading_prompt = shared_length and shared_length == len(cached) and not is_single_row
+                if len(sequence) - shared_length <= MIN_SHARED_TOKENS or is_reading_prompt:
                     continue
-                if not alone and not kept:
+                if not is_single_row and not has_kept_prefixes:
                     self._keep_prefixes(range(len(self.rows)), temporarily=True)
-                    kept = True
+                    has_kept_prefixes = True
                 blocks, length = pool.find_prefix(sequence.tokens[:-1], sequence.owner)
                 snapshot = pool.find_snapshot(blocks, length)
-                if isinstance(snapshot, StateSnapshot) and snapshot.length >= shared + MIN_SHARED_TOKENS:
+                if isinstance(snapshot, StateSnapshot) and snapshot.length >= shared_length + MIN_SHARED_TOKENS:
                     self._tables.replace_blocks(row, blocks[: -(-snapshot.length // self.block_size)])
                     self.rows[row] = Sequence(sequence.tokens[: snapshot.length])
                     self.rows[row].owner = sequence.owner
@@ -238,7 +238,7 @@ class HybridDecoder(PagedDecoder):
         features: Features = None,  # noqa: ARG002
     ) -> list[np.ndarray]:
         logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)] * len(tokens)
-        fed_rows = [row for row, new in enumerate(tokens) if len(new)]
+        fed_rows = [row for row, row_tokens in enumerate(tokens) if len(row_tokens)]
         for row in fed_rows:
             row_logits = self._append_to_row(row, tokens[row], logits_counts[row])
             logits[row] = row_logits if len(fed_rows) == 1 else row_logits.copy()
@@ -262,17 +262,15 @@ class HybridDecoder(PagedDecoder):
 
     def _fill_up_inference(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
         """Prepare the inference of the only row with tokens: choose the states that it starts from, and bind them."""
-        row = next(row for row, (_, new) in enumerate(row_inputs) if len(new))
-        begin, new = row_inputs[row]
+        row = next(row for row, (_, new_tokens) in enumerate(row_inputs) if len(new_tokens))
+        position, new_tokens = row_inputs[row]
         before = self._states[row].before
-        computed = self._padded_token_counts[max(width, len(new))]
-        again = begin - before.length
-        if not 0 < again <= computed - len(new):
-            again = 0
-            before = self._compute_states(row, begin)
-        tokens = np.concatenate((self.rows[row].tokens[begin - again :], new))
-        tokens = np.concatenate((tokens, np.repeat(new[-1:], max(0, computed - len(tokens)))))
-        row_inputs[row] = begin - again, tokens
+        padded_count = self._padded_token_counts[max(width, len(new_tokens))]
+        if not 0 < position - before.length <= padded_count - len(new_tokens):
+            before = self._compute_states(row, position)
+        tokens = np.concatenate((self.rows[row].tokens[before.length :], new_tokens))
+        tokens = np.concatenate((tokens, np.repeat(new_tokens[-1:], max(0, padded_count - len(tokens)))))
+        row_inputs[row] = before.length, tokens
         self._start_snapshot = before
         self._next_arrays = self._take_arrays()
         self._computed_count = len(tokens)
@@ -317,7 +315,7 @@ class HybridDecoder(PagedDecoder):
             self._updates_row = None
 
     def _compute_states(self, row: int, length: int) -> StateSnapshot:
-        """Return the states of ``row`` after its first ``length`` tokens, which are as many as they can be had for."""
+        """Return the states of ``row`` after its first ``length`` tokens, a restorable length."""
         states = self._states[row]
         if states.after and states.after.length == length:
             return states.after
@@ -327,15 +325,15 @@ class HybridDecoder(PagedDecoder):
         assert 0 < count <= states.update_count
         arrays = self._take_arrays()
         request = self._advance_request
-        bound: list[np.ndarray] = []  # kept alive until the inference is over
+        update_parts: list[np.ndarray] = []  # kept alive until the inference is over
         for index in self._state_indices:
             before = ov.Tensor(states.before.arrays[index], shared_memory=True)
             request.set_tensor(STATE_INPUT.format(index), before)
             request.set_tensor(STATE_OUTPUT.format(index), ov.Tensor(arrays[index], shared_memory=True))
         for index in self._update_indices:
             part = (slice(None),) * self._advance.token_axes[index] + (slice(count),)
-            bound.append(np.ascontiguousarray(states.updates[index][part]))
-            request.set_tensor(UPDATE.format(index), ov.Tensor(bound[-1], shared_memory=True))
+            update_parts.append(np.ascontiguousarray(states.updates[index][part]))
+            request.set_tensor(UPDATE.format(index), ov.Tensor(update_parts[-1], shared_memory=True))
         request.infer()
         return StateSnapshot(length, arrays, self._spare_arrays)
 

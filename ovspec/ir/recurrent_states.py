@@ -213,7 +213,7 @@ def find_token_axis(value: ov.Output) -> int:
     """Return the axis of an update that has a value for each token: the only dynamic one after the row's."""
     dynamic_axes = [axis for axis, dimension in enumerate(value.get_partial_shape()) if axis and dimension.is_dynamic]
     if len(dynamic_axes) != 1:
-        raise NotPaged("what a token adds to its recurrent states isn't found")
+        raise NotPaged("the values by which a token changes its recurrent states aren't found")
     return dynamic_axes[0]
 
 
