@@ -166,7 +166,7 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
             loaded.rollback = RollbackMethod(rollback) if rollback else loaded.rollback
             if compact_at and loaded.engine == "stateful":
                 make = functools.partial(StatefulDecoder, loaded.ir, loaded.rollback, compaction_threshold=compact_at)
-                loaded.make_decoder = lambda *given, make=make, shares_blocks=False: make(*given)  # type: ignore  # noqa: ARG005
+                loaded.make_decoder = lambda *given, make=make, shares_prefixes=False: make(*given)  # type: ignore  # noqa: ARG005
         return lm
 
     return load

@@ -133,12 +133,20 @@ class BlockTensors:
         return self.pool.snapshot_size * self.block_size
 
     @property
+    def idle_count(self) -> int:
+        return self.pool.idle_count
+
+    @property
+    def evicted_count(self) -> int:
+        return self.pool.evicted_count
+
+    @property
     def idle_bytes(self) -> float:
         """The bytes of blocks that no row uses."""
         total_bytes = sum(array.nbytes for array in list(self.arrays.values()))
         return total_bytes * self.pool.idle_count / max(self.capacity, 1) + self.pool.snapshot_count * self._state_bytes
 
-    def free_idle_blocks(self) -> None:
+    def free_idle(self) -> None:
         """Free the blocks that no row uses."""
         with self.lock:
             self.pool.free_idle_blocks()

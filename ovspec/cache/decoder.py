@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -147,6 +147,11 @@ class RollbackMethod:
         return self.label
 
 
+def replace_masking_by_trimming(rollback: RollbackMethod) -> RollbackMethod:
+    """Return ``rollback`` with rejected tokens cut off instead of masked."""
+    return replace(rollback, kv="trim", mask_until=None) if rollback.kv else rollback
+
+
 class BaseDecoder(Protocol):
     """The part of the interface that decoders of models and of heads share: rows of tokens in, logits out.
 
@@ -237,6 +242,31 @@ class Decoder(BaseDecoder, Protocol):
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         """Start over with a row ``tokens`` (n,) and its cache from ``dump``; raises ValueError if it doesn't fit."""
+
+
+class PrefixCache(Protocol):
+    """The KV caches of ended texts of a model, kept for texts with the same prefix. Decoders of the model share it."""
+
+    @property
+    def idle_count(self) -> int:
+        """The number of blocks that are kept though no text needs them; tokens on the stateful engine."""
+        ...
+
+    @property
+    def evicted_count(self) -> int:
+        """The number of blocks so far that were kept and then evicted; tokens on the stateful engine."""
+        ...
+
+    @property
+    def idle_bytes(self) -> float:
+        """The bytes of kept caches that no text needs."""
+        ...
+
+    def limit_cached_tokens(self, max_cached_tokens: float) -> None:
+        """Evict kept caches once ``max_cached_tokens`` are cached."""
+
+    def free_idle(self) -> None:
+        """Free the caches that no text needs."""
 
 
 # ---------------------------------------------------------------- shared by the implementations

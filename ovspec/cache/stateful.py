@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
-import openvino as ov
 
 from ovspec.cache.decoder import (
     FAST_RULE,
@@ -26,12 +24,15 @@ from ovspec.cache.decoder import (
     compute_logits_indices,
     convert_feed_error,
     reorder_sequences,
+    replace_masking_by_trimming,
     split_logits_by_row,
 )
-from ovspec.cache.prefill import copy_shared_prefixes
-from ovspec.cache.sequence import EMPTY_ROW, GrowingArray, Sequence
+from ovspec.cache.kept_caches import KeptCaches
+from ovspec.cache.prefill import MIN_SHARED_TOKENS, PREFILL_THRESHOLD, copy_shared_prefixes
+from ovspec.cache.sequence import EMPTY_ROW, UNSHARED, GrowingArray, Sequence, measure_common_prefix
 from ovspec.cache.slots import SlotTables
-from ovspec.ir.compile import CompiledIR, StateVariable
+from ovspec.cache.state_copies import gather_states, read_states, write_states
+from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
 from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
 from ovspec.ir.memory import trim_heap
@@ -57,6 +58,7 @@ class StatefulDecoder:
         compaction_threshold: number of dead slots at which the cache is compacted.
         rule: how tokens are fed. With ``first_apart``, a text's first token gets an inference of its own: OpenVINO
             computes a prompt without a past in another attention kernel, which rounds differently.
+        kept_caches: where the cache of a single row is kept when its text ends, for texts with the same prefix.
     """
 
     fills_width = False
@@ -69,6 +71,7 @@ class StatefulDecoder:
         vocabulary: KnownTokenIds = ALL_IDS,
         compaction_threshold: int = COMPACTION_THRESHOLD,
         rule: FeedRule = FAST_RULE,
+        kept_caches: KeptCaches | None = None,
     ) -> None:
         self.rollback = rollback
         self.rule = rule
@@ -78,6 +81,7 @@ class StatefulDecoder:
         self._ir = ir
         self._vocabulary = vocabulary
         self._compaction_threshold = compaction_threshold
+        self._kept_caches = kept_caches
         # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
         slot_bounds = [slot_bound for slot_bound in (rollback.mask_until, ir.context_length) if slot_bound]
         self._mask_until = min(slot_bounds, default=None) if rollback.kv == "mask" else 0
@@ -93,7 +97,7 @@ class StatefulDecoder:
         self._token_arrays = TokenArrayCache()
         self._slot_tables = SlotTables(1)
         self.rows: list[Sequence] = []
-        self.reset(1)
+        self._reset_rows(1)
 
     @property
     def seconds(self) -> float:
@@ -108,6 +112,10 @@ class StatefulDecoder:
         return sum(map(len, self.rows))
 
     def reset(self, rows: int) -> None:
+        self.keep_cache()
+        self._reset_rows(rows)
+
+    def _reset_rows(self, rows: int) -> None:
         if not rows and self._slot_tables.slot_count > MAX_KEPT_SLOTS and self._ir.open_model:
             self._release_memory()
         # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
@@ -133,6 +141,10 @@ class StatefulDecoder:
         features: Features = None,
     ) -> list[np.ndarray]:
         count = len(tokens[0])
+        if self._keeps_prompt_end(count) and logits_counts == [1]:
+            self.feed([tokens[0][:-1]], [0])
+            self.keep_cache()
+            return self.feed([tokens[0][-1:]], [1])
         if len(self.rows) == 1 and count > self._next_part_length(count):
             return [self._feed_in_parts(tokens[0], logits_counts[0])]
         try:
@@ -142,15 +154,42 @@ class StatefulDecoder:
                 tokens = [self._prepare_replay(tokens[0], logits_counts[0])]
             return split_logits_by_row(self._append_tokens(tokens, logits_counts, features), logits_counts)
         except BaseException as error:
-            self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
+            self._reset_rows(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
             raise convert_feed_error(error, self._ir.device) from None
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         copy_shared_prefixes(self, sequences)
+        if not self._kept_caches or len(sequences) > 1:
+            return
+        [cached_row] = self.rows
+        [sequence] = sequences
+        cached_row.owner = sequence.owner
+        shared_length = measure_common_prefix(cached_row, sequence)
+        if self.rollback.replay and shared_length < len(cached_row):
+            shared_length = 0  # the snapshot may be of a longer text
+        min_length = shared_length + MIN_SHARED_TOKENS
+        prefix = self._kept_caches.find_prefix(sequence.tokens[:-1], sequence.owner, min_length)
+        if prefix:
+            self.keep_cache()
+            self.restore(prefix.text.tokens, prefix.arrays)
+            self.rows[0].owner = sequence.owner
+
+    def keep_cache(self) -> None:
+        """Let other texts find the cache of the only row."""
+        if self._kept_caches and len(self.rows) == 1 and len(self.rows[0]) >= MIN_SHARED_TOKENS:
+            self._kept_caches.keep(self.rows[0], self.dump)
+
+    def _keeps_prompt_end(self, count: int) -> bool:
+        """Return whether the cache is kept at a prompt's end, because recurrent states can't be cut back to it."""
+        if not self._kept_caches or not self.rollback.replay or len(self.rows) > 1:
+            return False
+        return count > PREFILL_THRESHOLD and self.rows[0].owner is not UNSHARED
 
     def truncate(self, row: int, length: int) -> None:
+        if len(self.rows[row]) - length >= MIN_SHARED_TOKENS:  # more than a rejected proposal
+            self.keep_cache()
         if length <= self._rope_switch < len(self.rows[row]):
-            self.reset(1)  # its keys were rotated for a longer text
+            self._reset_rows(1)  # its keys were rotated for a longer text
             return
         if self.rollback.replay:
             length = self._restore_snapshot(length)
@@ -161,7 +200,7 @@ class StatefulDecoder:
 
     def reorder(self, rows: list[int]) -> None:
         if not self._slot_tables.slot_count or all(row == EMPTY_ROW for row in rows):
-            self.reset(len(rows))  # an empty state has no rows to gather
+            self._reset_rows(len(rows))  # an empty state has no rows to gather
             return
         self.rows = reorder_sequences(self.rows, rows)
         features = [self._no_features if row == EMPTY_ROW else self._features[row].values for row in rows]
@@ -175,7 +214,7 @@ class StatefulDecoder:
 
     def compact(self) -> None:
         if not any(self._slot_tables.row_lengths):
-            self.reset(len(self.rows))
+            self._reset_rows(len(self.rows))
             return
         gather_states(self._request.openvino_request, self._ir.kv_states, self._beam_rows, self._slot_tables.compact())
         self._beam_rows = self._row_order
@@ -183,7 +222,7 @@ class StatefulDecoder:
 
     def fork(self) -> StatefulDecoder:
         forked_decoder = StatefulDecoder(
-            self._ir, self.rollback, self._vocabulary, self._compaction_threshold, self.rule
+            self._ir, self.rollback, self._vocabulary, self._compaction_threshold, self.rule, self._kept_caches
         )
         if self.copies_are_exact:
             self.copy_into(forked_decoder)
@@ -200,7 +239,7 @@ class StatefulDecoder:
         return arrays
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        self.reset(1)
+        self._reset_rows(1)
         length = len(tokens)
         if self._feature_width:
             arrays = dict(arrays)
@@ -283,7 +322,7 @@ class StatefulDecoder:
     def _release_memory(self) -> None:
         """Release the memory of the cache, which OpenVINO frees only when another request has run."""
         self._request.replace_openvino_request()
-        self.reset(1)
+        self._reset_rows(1)
         self.feed([np.zeros(1, dtype=np.int64)], [1])
         trim_heap()
 
@@ -324,7 +363,7 @@ class StatefulDecoder:
             part_logits.append(
                 self.feed([tokens[:count_before_switch]], [logits_count - count_beyond_switch])[0].copy()
             )
-        self.reset(1)
+        self._reset_rows(1)
         text_begin = int(self.rule.first_apart)  # position 0 is not rotated at all
         if text_begin:
             self._append_tokens([text_ids[:1]], [0])
@@ -356,7 +395,7 @@ class StatefulDecoder:
         if length >= len(self.rows[0]):
             return length
         if self._snapshot_length > length or not self._snapshot:
-            self.reset(1)
+            self._reset_rows(1)
             return 0
         write_states(self._request.openvino_request, self._snapshot)
         return self._snapshot_length
@@ -382,7 +421,7 @@ class StatefulDecoder:
                     np.concatenate((cached_row.tokens, new_tokens))
                     for cached_row, new_tokens in zip(self.rows, tokens, strict=True)
                 ]
-                self.reset(len(self.rows))
+                self._reset_rows(len(self.rows))
                 return self._append_tokens(texts, logits_counts)
             self._avoid_repeated_shapes(width)
             self.compact()
@@ -495,6 +534,8 @@ class RowByRowDecoder:
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         copy_shared_prefixes(self, sequences)
+        for decoder, sequence in zip(self._decoders, sequences, strict=True):
+            decoder.reuse_prefixes([sequence])
 
     def truncate(self, row: int, length: int) -> None:
         # A copy of a row is empty where states can't be copied.
@@ -503,7 +544,9 @@ class RowByRowDecoder:
     def reorder(self, rows: list[int]) -> None:
         old_decoders = self._decoders
         moved_decoders: dict[int, StatefulDecoder] = {}
-        self._unused_decoders += [decoder for row, decoder in enumerate(old_decoders) if row not in rows]
+        for row in {*range(len(old_decoders))}.difference(rows):
+            old_decoders[row].keep_cache()
+            self._unused_decoders.append(old_decoders[row])
         self._decoders = []
         for row in rows:
             if row != EMPTY_ROW and row not in moved_decoders:
@@ -533,13 +576,12 @@ class RowByRowDecoder:
         self._decoders[0].restore(tokens, arrays)
 
 
-def replace_masking_by_trimming(rollback: RollbackMethod) -> RollbackMethod:
-    """Return ``rollback`` with rejected tokens cut off instead of masked."""
-    return replace(rollback, kv="trim", mask_until=None) if rollback.kv else rollback
-
-
 def make_stateful_decoder(
-    ir: CompiledIR, rollback: RollbackMethod, vocabulary: KnownTokenIds = ALL_IDS, rule: FeedRule = FAST_RULE
+    ir: CompiledIR,
+    rollback: RollbackMethod,
+    vocabulary: KnownTokenIds = ALL_IDS,
+    rule: FeedRule = FAST_RULE,
+    kept_caches: KeptCaches | None = None,
 ) -> Decoder:
     """Return the stateful decoder that fits the model's states and the rule.
 
@@ -549,40 +591,8 @@ def make_stateful_decoder(
         rollback = replace_masking_by_trimming(rollback)
 
     def make_decoder() -> StatefulDecoder:
-        return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
+        return StatefulDecoder(ir, rollback, vocabulary, rule=rule, kept_caches=kept_caches)
 
     if rule.rows_apart or ir.needs_single_rows:
         return RowByRowDecoder(make_decoder)
     return make_decoder()
-
-
-def gather_states(request: ov.InferRequest, states: list[StateVariable], rows: np.ndarray, slots: np.ndarray) -> None:
-    """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
-
-    The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
-    """
-    state_axes = {
-        state.name: (state.batch_axis, state.sequence_axis) for state in states if state.sequence_axis is not None
-    }
-    for variable in request.query_state():
-        if variable.name in state_axes:
-            state_data = np.moveaxis(variable.state.data, state_axes[variable.name], (0, 1))
-            gathered_data = np.moveaxis(state_data[rows[:, None], slots], (0, 1), state_axes[variable.name])
-            variable.state = ov.Tensor(np.ascontiguousarray(gathered_data))
-
-
-def read_states(request: ov.InferRequest, states: list[StateVariable]) -> dict[str, np.ndarray]:
-    """Return dequantised copies of ``states`` by name."""
-    state_names = {state.name for state in states}
-    return {
-        variable.name: np.array(variable.state.data)
-        for variable in request.query_state()
-        if variable.name in state_names
-    }
-
-
-def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:
-    """Set the states named in ``values``, which ``read_states`` returned."""
-    for variable in request.query_state():
-        if variable.name in values:
-            variable.state = ov.Tensor(values[variable.name])

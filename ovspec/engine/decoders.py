@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.decoder import Decoder
+from ovspec.cache.decoder import Decoder, PrefixCache
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import InferenceCosts
 from ovspec.drafting.drafter import Drafter
@@ -101,7 +101,7 @@ class ModelPair:
             for loaded_model in self.loaded_models:
                 # Kept recurrent states count as blocks; without keys and values there are none.
                 token_bytes = sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes
-                loaded_model.share_blocks(max_cache_bytes / token_bytes)
+                loaded_model.share_prefixes(max_cache_bytes / token_bytes)
 
     def with_drafters(self, draft_choice: DraftChoice | None) -> ModelPair:
         """Return the same models with other drafters; a draft model must be the loaded one."""
@@ -138,7 +138,7 @@ class ModelPair:
         known_ids = self._known_ids
         if model.ir.target_ids is not None:
             known_ids = KnownTokenIds(missing_ids=np.flatnonzero(known_ids.unknown_mask(model.ir.target_ids)))
-        return model.make_decoder(known_ids, shares_blocks=True)
+        return model.make_decoder(known_ids, shares_prefixes=True)
 
     def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
         target_ids = self.draft and self.draft.ir.target_ids
@@ -160,31 +160,31 @@ class ModelPair:
         return sum(token_count * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
 
     @property
-    def idle_cache_bytes(self) -> float:
-        """The bytes of kept KV caches that no text needs."""
-        return sum(model.idle_block_bytes for model in self.loaded_models)
+    def prefix_caches(self) -> list[PrefixCache]:
+        """Where KV caches of ended texts are kept for texts with the same prefix."""
+        return [model.prefix_cache for model in self.loaded_models if model.prefix_cache]
 
     @property
-    def keeps_prefixes(self) -> bool:
-        """Whether KV caches of ended texts are kept for texts with the same prefix."""
-        return any(model.keeps_prefixes for model in self.loaded_models)
+    def idle_cache_bytes(self) -> float:
+        """The bytes of kept KV caches that no text needs."""
+        return sum(cache.idle_bytes for cache in self.prefix_caches)
 
     def limit_cached_tokens(self, max_tokens: float) -> None:
         """Evict kept KV caches once ``max_tokens`` are cached."""
-        for model in self.loaded_models:
-            model.limit_cached_tokens(max_tokens)
+        for cache in self.prefix_caches:
+            cache.limit_cached_tokens(max_tokens)
 
-    def free_idle_blocks(self) -> None:
+    def free_idle_caches(self) -> None:
         """Free the KV caches that no text needs."""
-        for model in self.loaded_models:
-            model.free_idle_blocks()
+        for cache in self.prefix_caches:
+            cache.free_idle()
 
     def ensure_memory(self, token_count: int, include_draft: bool = True) -> None:
         """Raise OvspecError if the states for ``token_count`` more tokens can't fit into free memory."""
         if token_count * self._max_token_bytes > LEAST_CHECKED_BYTES:
             check_memory_for_tokens(self.compiled_irs(include_draft), token_count, self.idle_cache_bytes)
             if token_count * self._max_token_bytes > psutil.virtual_memory().available:
-                self.free_idle_blocks()
+                self.free_idle_caches()
 
     def check_context_length(self, token_count: int, context_length: int | None = None) -> None:
         """Raise OvspecError if a text of ``token_count`` tokens exceeds ``context_length``, by default the model's."""

@@ -124,7 +124,7 @@ class EngineThread:
                 error_message += ", or raise `cache_size`"
             raise OvspecError(f"{error_message}.")
         if warm_up:
-            runtime.models.free_idle_blocks()  # of the warm-up
+            runtime.models.free_idle_caches()  # of the warm-up
         if warm_up and runtime.models.cache_bytes is None:
             runtime.models.limit_cached_tokens(self.max_cache_tokens)
         batch_limits = BatchLimits(

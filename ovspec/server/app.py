@@ -142,7 +142,7 @@ def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
         arithmetic_note = lm.target.arithmetic_note
         is_exact = arithmetic_note == "exact"
         prefix_cache = "off"
-        if lm.runtime.models.keeps_prefixes:
+        if lm.runtime.models.prefix_caches:
             prefix_cache = "exact" if is_exact else "may change bits"
         return ReadyReply(status=status, arithmetic=arithmetic_note, deterministic=is_exact, prefix_cache=prefix_cache)
 

@@ -41,11 +41,9 @@ class Metrics:
         self.running_texts.set_function(lambda: engine.running_row_count)
         self.waiting_texts.set_function(lambda: engine.waiting_row_count)
         self.blocks_used.set_function(lambda: engine.count_cache_blocks()[0])
-        self.blocks_kept.set_function(
-            lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded_models)
-        )
+        self.blocks_kept.set_function(lambda: sum(cache.idle_count for cache in engine.runtime.models.prefix_caches))
         self.blocks_evicted.set_function(
-            lambda: sum(model.evicted_block_count for model in engine.runtime.models.loaded_models)
+            lambda: sum(cache.evicted_count for cache in engine.runtime.models.prefix_caches)
         )
         self.blocks_free.set_function(lambda: engine.count_cache_blocks()[1])
 

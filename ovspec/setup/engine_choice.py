@@ -14,10 +14,18 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
 from ovspec.base.progress import print_note
-from ovspec.cache.blocks import BlockTensors
-from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Arithmetic, Decoder, FeedRule, RollbackMethod
+from ovspec.cache.decoder import (
+    FAST_GPU_RULE,
+    FAST_RULE,
+    Arithmetic,
+    Decoder,
+    FeedRule,
+    PrefixCache,
+    RollbackMethod,
+    replace_masking_by_trimming,
+)
+from ovspec.cache.decoder_maker import make_decoder, make_prefix_cache
 from ovspec.cache.hybrid import paged_decoder_class
-from ovspec.cache.stateful import make_stateful_decoder, replace_masking_by_trimming
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights_file, compile_ir, last_error_line
 from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import (
@@ -67,7 +75,7 @@ class CompiledModel:
     kl_divergence: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
-    shared_blocks: BlockTensors | None = field(default=None, init=False, repr=False)  # of all decoders
+    prefix_cache: PrefixCache | None = field(default=None, init=False, repr=False)  # of all decoders
 
     @property
     def is_head(self) -> bool:
@@ -93,59 +101,23 @@ class CompiledModel:
         return self.arithmetic_note == "exact" or not may_use_gpu(self.ir.device)
 
     def make_decoder(
-        self, vocabulary: KnownTokenIds = ALL_IDS, feed_rule: FeedRule | None = None, shares_blocks: bool = False
+        self, vocabulary: KnownTokenIds = ALL_IDS, feed_rule: FeedRule | None = None, shares_prefixes: bool = False
     ) -> Decoder:
         """Return a decoder with its own infer request and KV cache; ``feed_rule`` replaces the model's.
 
-        ``shares_blocks``: whether its KV cache is in the blocks of ``share_blocks``.
+        ``shares_prefixes``: whether it uses the prefix cache.
         """
-        feed_rule = feed_rule or self.feed_rule
-        if self.engine == "paged":
-            blocks = self.shared_blocks if shares_blocks else None
-            return paged_decoder_class(self.ir)(self.ir, vocabulary, feed_rule, blocks)
-        return make_stateful_decoder(self.ir, self.rollback, vocabulary, feed_rule)
+        prefix_cache = self.prefix_cache if shares_prefixes else None
+        return make_decoder(self.ir, self.rollback, vocabulary, feed_rule or self.feed_rule, prefix_cache)
 
-    def share_blocks(self, max_cached_tokens: float) -> None:
-        """Make blocks for decoders to share, if the engine has any; blocks of ended texts are kept for their prefixes.
-
-        Kept blocks are evicted once ``max_cached_tokens`` are cached.
-        """
-        if self.engine == "paged":
-            self.shared_blocks = BlockTensors(self.ir, max_cached_tokens)
-
-    def limit_cached_tokens(self, max_cached_tokens: float) -> None:
-        """Evict kept blocks once ``max_cached_tokens`` are cached."""
-        if self.shared_blocks:
-            self.shared_blocks.limit_cached_tokens(max_cached_tokens)
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return self.shared_blocks is not None
-
-    @property
-    def idle_block_count(self) -> int:
-        """The number of blocks that are kept though no text needs them."""
-        return 0 if self.shared_blocks is None else self.shared_blocks.pool.idle_count
-
-    @property
-    def evicted_block_count(self) -> int:
-        """The number of blocks so far that were kept and then evicted."""
-        return 0 if self.shared_blocks is None else self.shared_blocks.pool.evicted_count
-
-    @property
-    def idle_block_bytes(self) -> float:
-        """The bytes of kept blocks."""
-        return 0.0 if self.shared_blocks is None else self.shared_blocks.idle_bytes
-
-    def free_idle_blocks(self) -> None:
-        """Free the kept blocks."""
-        if self.shared_blocks:
-            self.shared_blocks.free_idle_blocks()
+    def share_prefixes(self, max_cached_tokens: float) -> None:
+        """Keep the KV caches of ended texts for texts with the same prefix, until ``max_cached_tokens`` are cached."""
+        self.prefix_cache = make_prefix_cache(self.ir, self.rollback, max_cached_tokens)
 
     def close(self) -> None:
-        """Free the model and the blocks that decoders share."""
+        """Free the model and its prefix cache."""
         self.ir.close()
-        self.shared_blocks = None
+        self.prefix_cache = None
 
     def find_exactness(self, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
         if is_gpu(self.ir.device):

@@ -132,7 +132,7 @@ def test_kept_prefixes_have_their_states(ir: CompiledIR, model: hybrid.Hybrid, e
     reader.reset(1)
     reader.reuse_prefixes([stranger])
     assert not len(reader.rows[0])
-    tensors.free_idle_blocks()
+    tensors.free_idle()
     assert not tensors.pool.snapshot_count
 
 

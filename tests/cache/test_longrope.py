@@ -192,6 +192,24 @@ def test_a_session_file_on_either_side_of_the_switch(longrope: LongRope, tmp_pat
         loaded.close()
 
 
+def test_kept_caches_on_either_side_of_the_switch(
+    longrope: LongRope, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that start from the caches of shorter and longer ones are those of a forward pass."""
+    monkeypatch.setattr("ovspec.cache.stateful.MIN_SHARED_TOKENS", 4)
+    lm = ovspec.load(longrope.folder, "none", engine="stateful", precision="f32", cache_dir=cache_dir, cache_memory=0.1)
+    lm.target.rollback = RollbackMethod("mask")  # the probe's text crosses this switch, so that it finds copies wrong
+    cached_tokens = {}
+    for end in (SWITCH + 20, SWITCH - 3, SWITCH + 1, SWITCH - 3, SWITCH + 5):
+        result = lm.generate(TEXT[:end].tolist(), max_tokens=4, ignore_eos=True)
+        cached_tokens[end] = result.stats.cached_tokens
+        text = np.concatenate((TEXT[:end], result.token_ids))
+        for length in range(end, len(text)):
+            assert longrope.logits(text[:length])[0].argmax() == text[length]
+    assert cached_tokens[SWITCH - 3] == SWITCH - 4
+    assert cached_tokens[SWITCH + 5] >= SWITCH + 1
+
+
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("feed"), st.lists(st.integers(0, SWITCH + 2), min_size=3, max_size=3)),

@@ -15,6 +15,7 @@ from random_pairs import PAIRS, shared_pair
 
 import ovspec
 from ovspec.cache.block_pool import BlockPool
+from ovspec.cache.blocks import BlockTensors
 from ovspec.text.chat_template import ChatTemplate
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -26,8 +27,8 @@ MANY = 1e-3  # gigabytes; the demo pair's blocks are small
 
 
 def pool_of(lm: ovspec.LanguageModel) -> BlockPool:
-    assert lm.target.shared_blocks
-    return lm.target.shared_blocks.pool
+    assert isinstance(lm.target.prefix_cache, BlockTensors)
+    return lm.target.prefix_cache.pool
 
 
 @pytest.fixture(params=[pytest.param("none", marks=pytest.mark.slow), "lookup,draft"])
@@ -119,7 +120,7 @@ def test_what_a_file_holds_is_shared_with_nobody(load: Load, tmp_path: Path) -> 
         session.append(PROMPT)
         session.generate(max_tokens=4, heal=False)
         session.save(tmp_path / "saved")
-    lm.runtime.models.free_idle_blocks()
+    lm.runtime.models.free_idle_caches()
     with lm.session() as session:
         session.load(tmp_path / "saved")
         session.append(TEXT)
@@ -134,10 +135,10 @@ def test_memory_is_bounded_and_given_back(load: Load) -> None:
         lm.generate(f"# {i}\n" + PROMPT, max_tokens=4)
         assert pool.used_count <= pool.used_limit
     assert pool.evicted_count
-    lm.runtime.models.free_idle_blocks()
+    lm.runtime.models.free_idle_caches()
     assert not pool.used_count
     off = load(draft="none", cache_memory=0)
-    assert not off.runtime.models.keeps_prefixes
+    assert not off.runtime.models.prefix_caches
     off.generate(PROMPT, max_tokens=4)
     assert not off.generate(PROMPT, max_tokens=4).stats.cached_tokens
 

@@ -123,7 +123,7 @@ def test_a_text_ends_at_a_line_break_when_its_time_is_over(load: Load) -> None:
 )
 def test_no_tokens_only_read_the_prompt(load: Load, options: dict[str, Any]) -> None:
     lm = load(draft="lookup", cache_memory=1)
-    lm.runtime.models.free_idle_blocks()
+    lm.runtime.models.free_idle_caches()
     prompt = PROMPTS[0] * 4
     read = lm.generate(prompt, max_tokens=0, **options)
     assert (read.text, read.token_ids, read.finish_reason, read.schema_errors) == ("", [], "length", None)

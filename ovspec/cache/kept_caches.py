@@ -1,0 +1,121 @@
+"""The prefix cache of the stateful engine: copies of the caches of ended texts, for texts with the same prefix.
+
+The paged engine shares blocks instead (``block_pool.py``), which copies nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ovspec.cache.sequence import UNSHARED, Sequence
+from ovspec.ir.compile import CompiledIR
+from ovspec.ir.heads import FEATURES_OUTPUT
+from ovspec.ir.memory import kv_bytes_per_token, recurrent_row_bytes
+
+
+@dataclass(eq=False)
+class KeptCache:
+    """A text and its cache: the arrays of ``Decoder.dump``."""
+
+    text: Sequence
+    arrays: dict[str, np.ndarray]
+
+
+class KeptCaches:
+    """Caches of ended texts of a model; each text is found by its beginning, or as a whole if it has recurrent states.
+
+    The longest unused are evicted once ``max_cached_tokens`` are kept; a cache counts as many as take its memory.
+    """
+
+    def __init__(self, ir: CompiledIR, max_cached_tokens: float) -> None:
+        self.evicted_count = 0  # in tokens
+        self._kv_bytes = kv_bytes_per_token(ir)
+        self._token_bytes = self._kv_bytes or recurrent_row_bytes(ir)
+        self._sequence_axes = {state.name: state.sequence_axis or 0 for state in ir.kv_states} | {FEATURES_OUTPUT: 0}
+        self._has_recurrent_states = bool(ir.recurrent_states)
+        self._rope_switch = ir.config.rope_switch_length or sys.maxsize
+        self._max_bytes = max_cached_tokens * self._token_bytes
+        self._caches: list[KeptCache] = []  # the longest unused first
+        self._lock = threading.Lock()
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(array.nbytes for cache in list(self._caches) for array in cache.arrays.values())
+
+    @property
+    def idle_count(self) -> int:
+        """The number of tokens that take as much memory as the kept caches."""
+        return int(self.idle_bytes / self._token_bytes)
+
+    def limit_cached_tokens(self, max_cached_tokens: float) -> None:
+        with self._lock:
+            self._max_bytes = max_cached_tokens * self._token_bytes
+            self._evict()
+
+    def free_idle(self) -> None:
+        with self._lock:
+            self._caches.clear()
+
+    def keep(self, text: Sequence, dump: Callable[[], dict[str, np.ndarray]]) -> None:
+        """Keep what ``dump`` returns, the cache of ``text``, unless a longer text's contains it."""
+        if text.owner is UNSHARED or len(text) * self._kv_bytes > self._max_bytes:
+            return
+        with self._lock:
+            for cache in self._caches:
+                if cache.text.owner == text.owner and self._measure_prefix(cache, text.tokens) == len(text):
+                    self._mark_used(cache)
+                    return
+            if not (arrays := dump()):
+                return
+            new_cache = KeptCache(text.copy(), arrays)
+            self._caches = [
+                cache
+                for cache in self._caches
+                if cache.text.owner != text.owner
+                or self._measure_prefix(new_cache, cache.text.tokens) < len(cache.text)
+            ]
+            self._caches.append(new_cache)
+            self._evict()
+
+    def find_prefix(self, tokens: np.ndarray, owner: Hashable, min_length: int) -> KeptCache | None:
+        """Return the longest known prefix of ``tokens`` (n,) with its cache, or None if it is too short."""
+        if len(tokens) < min_length:
+            return None
+        with self._lock:
+            caches = [cache for cache in self._caches if cache.text.owner == owner]
+            lengths = [self._measure_prefix(cache, tokens) for cache in caches]
+            length = max(lengths, default=0)
+            if length < min_length:
+                return None
+            cache = caches[lengths.index(length)]
+            self._mark_used(cache)
+            if length == len(cache.text):
+                return cache
+            arrays = {
+                name: np.ascontiguousarray(np.moveaxis(np.moveaxis(array, axis, 0)[:length], 0, axis))
+                for name, array in cache.arrays.items()
+                for axis in (self._sequence_axes[name],)
+            }
+            return KeptCache(Sequence(cache.text.tokens[:length]), arrays)
+
+    def _measure_prefix(self, cache: KeptCache, tokens: np.ndarray) -> int:
+        """Return the length of the common prefix to which ``cache`` can be cut."""
+        length = cache.text.common_prefix_length(tokens)
+        crosses_switch = length <= self._rope_switch < len(cache.text)  # its keys were rotated for a longer text
+        if length < len(cache.text) and (self._has_recurrent_states or crosses_switch):
+            return 0
+        return length
+
+    def _mark_used(self, cache: KeptCache) -> None:
+        self._caches.remove(cache)
+        self._caches.append(cache)
+
+    def _evict(self) -> None:
+        while self._caches and self.idle_bytes > self._max_bytes:
+            cache = self._caches.pop(0)
+            self.evicted_count += len(cache.text)
