@@ -1,6 +1,6 @@
 """The paged decoder of models that have recurrent states besides keys and values (hybrids).
 
-The decoder owns the states, as it owns the blocks: an inference reads them from one set of arrays and writes them to
+The decoder owns the states, as it owns the blocks: an inference reads them from one set of tensors and writes them to
 another, which nothing writes to again while it is needed. So going back to the tokens before an inference costs
 nothing, rows that share a beginning share its states, and a kept prefix has the states at its end beside its blocks.
 Going back to a token of the last inference runs the model that advances states (``ir/recurrent_states.py``).
@@ -27,7 +27,7 @@ from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 MAX_UPDATES = 32  # an inference of up to this many tokens can be rolled back to any of them
 MAX_SNAPSHOTS = 8  # that a row keeps to go back further
-SPARE_ARRAYS = 3  # sets of arrays that are kept for inferences to come
+SPARE_SETS = 3  # sets of tensors that are kept for inferences to come
 
 
 @dataclass(eq=False)
@@ -35,12 +35,12 @@ class StateSnapshot:
     """The recurrent states after the first ``length`` tokens of a text; nothing writes to them any more."""
 
     length: int
-    arrays: list[np.ndarray]
-    spare_arrays: list[list[np.ndarray]] = field(repr=False)  # where the arrays go when nobody needs them
+    tensors: list[ov.Tensor]
+    spare_tensors: list[list[ov.Tensor]] = field(repr=False)  # where the tensors go when nobody needs them
 
     def __del__(self) -> None:
-        if len(self.spare_arrays) < SPARE_ARRAYS:
-            self.spare_arrays.append(self.arrays)
+        if len(self.spare_tensors) < SPARE_SETS:
+            self.spare_tensors.append(self.tensors)
 
 
 @dataclass
@@ -128,9 +128,10 @@ class HybridDecoder(PagedDecoder):
         self._state_outputs = [ir.outputs[STATE_OUTPUT.format(index)] for index in self._state_indices]
         self._update_outputs = [ir.outputs[UPDATE.format(index)] for index in self._update_indices]
         self._count_input = ir.inputs[UPDATE_COUNT_INPUT]
-        self._spare_arrays: list[list[np.ndarray]] = []
-        zeros = [np.zeros(shape, dtype=np.float32) for shape in self._advance.shapes]
-        self._initial_snapshot = StateSnapshot(0, zeros, [])
+        self._spare_tensors: list[list[ov.Tensor]] = []
+        self._initial_snapshot = StateSnapshot(0, self._take_tensors(), [])
+        for tensor in self._initial_snapshot.tensors:
+            tensor.data[...] = 0
         self._states: list[RowStates] = []
         self._updates_row: int | None = None  # the row whose updates are in the request's memory
         self._start_snapshot: StateSnapshot | None = None  # of the inference that is being prepared
@@ -175,7 +176,7 @@ class HybridDecoder(PagedDecoder):
         with self._tensors.lock:
             snapshot = self._compute_states(0, len(self.rows[0]))
             return super().dump() | {
-                STATE_INPUT.format(index): array.copy() for index, array in enumerate(snapshot.arrays)
+                STATE_INPUT.format(index): tensor.data.copy() for index, tensor in enumerate(snapshot.tensors)
             }
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
@@ -185,8 +186,8 @@ class HybridDecoder(PagedDecoder):
             if state is None or state.shape != shape or state.dtype != np.float32:
                 raise ValueError("the states are of another model")
         super().restore(tokens, block_arrays)
-        own_states = [np.array(state) for state in states if state is not None]
-        self._states[0] = self._make_row_states_from(StateSnapshot(len(tokens), own_states, self._spare_arrays))
+        own_states = [ov.Tensor(np.array(state)) for state in states if state is not None]
+        self._states[0] = self._make_row_states_from(StateSnapshot(len(tokens), own_states, self._spare_tensors))
 
     def joining_chunk_tokens(self, counts: list[int]) -> int:  # noqa: ARG002
         return JOINING_CHUNK_TOKENS
@@ -272,14 +273,13 @@ class HybridDecoder(PagedDecoder):
         tokens = np.concatenate((tokens, np.repeat(new_tokens[-1:], max(0, padded_count - len(tokens)))))
         row_inputs[row] = before.length, tokens
         self._start_snapshot = before
-        self._next_arrays = self._take_arrays()
+        self._next_tensors = self._take_tensors()
         self._computed_count = len(tokens)
         self._update_count = np.array([len(tokens) if len(tokens) <= MAX_UPDATES else 0], dtype=np.int64)
         request = self._request.openvino_request
         for index in self._state_indices:
-            request.set_input_tensor(self._state_inputs[index], ov.Tensor(before.arrays[index], shared_memory=True))
-            next_tensor = ov.Tensor(self._next_arrays[index], shared_memory=True)
-            request.set_output_tensor(self._state_outputs[index], next_tensor)
+            request.set_input_tensor(self._state_inputs[index], before.tensors[index])
+            request.set_output_tensor(self._state_outputs[index], self._next_tensors[index])
         request.set_input_tensor(self._count_input, ov.Tensor(self._update_count, shared_memory=True))
         return row_inputs
 
@@ -292,9 +292,9 @@ class HybridDecoder(PagedDecoder):
         states.after = None
         is_filled_up = self._start_snapshot.length + self._computed_count > length
         if is_filled_up:
-            self._spare_arrays.append(self._next_arrays)
+            self._spare_tensors.append(self._next_tensors)
         else:
-            states.after = StateSnapshot(length, self._next_arrays, self._spare_arrays)
+            states.after = StateSnapshot(length, self._next_tensors, self._spare_tensors)
             if token_count > PREFILL_THRESHOLD:
                 states.add_snapshot(states.after, self._tensors.min_snapshot_distance)
         states.updates = []
@@ -323,25 +323,25 @@ class HybridDecoder(PagedDecoder):
         if not count:
             return states.before
         assert 0 < count <= states.update_count
-        arrays = self._take_arrays()
+        tensors = self._take_tensors()
         request = self._advance_request
-        update_parts: list[np.ndarray] = []  # kept alive until the inference is over
         for index in self._state_indices:
-            before = ov.Tensor(states.before.arrays[index], shared_memory=True)
-            request.set_tensor(STATE_INPUT.format(index), before)
-            request.set_tensor(STATE_OUTPUT.format(index), ov.Tensor(arrays[index], shared_memory=True))
+            request.set_input_tensor(index, states.before.tensors[index])
+            request.set_output_tensor(index, tensors[index])
+        update_parts: list[np.ndarray] = []  # kept alive until the inference is over
         for index in self._update_indices:
             part = (slice(None),) * self._advance.token_axes[index] + (slice(count),)
             update_parts.append(np.ascontiguousarray(states.updates[index][part]))
-            request.set_tensor(UPDATE.format(index), ov.Tensor(update_parts[-1], shared_memory=True))
+            update = ov.Tensor(update_parts[-1], shared_memory=True)
+            request.set_input_tensor(len(self._state_indices) + index, update)
         request.infer()
-        return StateSnapshot(length, arrays, self._spare_arrays)
+        return StateSnapshot(length, tensors, self._spare_tensors)
 
-    def _take_arrays(self) -> list[np.ndarray]:
-        """Return arrays for states that nobody needs."""
-        if self._spare_arrays:
-            return self._spare_arrays.pop()
-        return [np.empty(shape, dtype=np.float32) for shape in self._advance.shapes]
+    def _take_tensors(self) -> list[ov.Tensor]:
+        """Return tensors for states that nobody needs."""
+        if self._spare_tensors:
+            return self._spare_tensors.pop()
+        return [ov.Tensor(ov.Type.f32, ov.Shape(shape)) for shape in self._advance.shapes]
 
 
 def paged_decoder_class(ir: CompiledIR) -> type[PagedDecoder]:
