@@ -54,6 +54,7 @@ from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.matrix_products import join_products
+from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine_choice import CompiledModel, EngineName, load_compiled_model
 from ovspec.setup.paging import compile_paged
@@ -217,6 +218,15 @@ def compare_rollbacks(args: Namespace) -> None:
         ways = [times[engine, (width, kept)] for engine in engines]
         all_kept = times["stateful", (width, width)]
         table.row(width, kept, *map(median, ways), median_and_range(ratios(ways[1], all_kept)))
+    decoder = decoders["paged"]
+    decoder.reset(8)
+    decoder.feed([text[row : row + CONTEXT] for row in range(8)], [1] * 8)
+    rows_ms = [milliseconds(lambda: decoder.feed([text[:1]] * 8, [1] * 8)) for _ in range(12)]
+    state_bytes = sum(tensor.size for name, tensor in decoder.dump().items() if "state" in name) * 4
+    token_kilobytes = kv_bytes_per_token(models["paged"].ir) / 1e3
+    print(
+        f"\n8 rows: {median(rows_ms[2:])} ms; a token: {token_kilobytes:.1f} kB, a snapshot: {state_bytes / 1e6:.1f} MB"
+    )
 
 
 def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
