@@ -170,7 +170,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         accept: AcceptRule = "compare"
 
         def choose(self: Any, logits: np.ndarray, tokens: np.ndarray, _: Any = None) -> DraftedToken:
-            guess = self._draw(logits, len(tokens))
+            guess = self._draw_token(logits, len(tokens))
             if self.constraints.allows_token(guess.token, tokens):
                 return guess
             return DraftedToken(int(self.constraints.mask_logits(logits, tokens).argmax()), 1.0)

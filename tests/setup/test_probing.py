@@ -161,7 +161,7 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
     import ovspec.cache.stateful
 
     folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
-    lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
+    lm = ovspec.load(folder, folder, engine="stateful", precision="f32", cache_dir=tmp_path / "cache")
     engine = lm.runtime.decoder_pool.acquire()
     engine.reset(1)
     draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
