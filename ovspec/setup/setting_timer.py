@@ -12,7 +12,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_cached, write_cached
 from ovspec.cache.decoder import Decoder, FeedRule, RollbackMethod
-from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.hybrid import paged_decoder_class
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions, is_gpu
@@ -148,7 +148,8 @@ class SettingTimer:
         if setting.engine == "paged":
             if setting.kv_precision and not (paged_check := check_paged(self._folder, options)).usable:
                 raise OvspecError(paged_check.reason)
-            return CompiledModel(compile_paged(self._folder, options, two_queries), "paged", "", PagedDecoder.rollback)
+            ir = compile_paged(self._folder, options, two_queries)
+            return CompiledModel(ir, "paged", "", paged_decoder_class(ir).rollback)
         ir = compile_ir(self._folder, options)
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
 
