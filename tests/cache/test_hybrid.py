@@ -7,7 +7,6 @@ from typing import Any
 import hybrid
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_stateful import OPERATIONS
@@ -30,9 +29,8 @@ def model() -> hybrid.Hybrid:
 
 
 @pytest.fixture(scope="module")
-def ir(model: hybrid.Hybrid, tmp_path_factory: pytest.TempPathFactory) -> CompiledIR:
-    folder = hybrid.export(model, tmp_path_factory.mktemp("hybrid") / "ir", ROOT / "models" / "demo")
-    return compile_paged(folder, DeviceOptions(precision="f32"))
+def ir(tmp_path_factory: pytest.TempPathFactory) -> CompiledIR:
+    return compile_paged(hybrid.shared_export(tmp_path_factory), DeviceOptions(precision="f32"))
 
 
 @pytest.fixture(scope="module", params=RULES, ids=str)

@@ -116,7 +116,7 @@ def test_keys_of_a_text_beyond_the_switch_serve_no_shorter_one() -> None:
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Load:
     folder = ROOT / "models" / "demo"
     if request.param == "recurrent":
-        folder = hybrid.export(hybrid.Hybrid(4096, None), tmp_path_factory.mktemp("ir") / "ir", folder)
+        folder = hybrid.shared_export(tmp_path_factory)
 
     def load(draft: str = "lookup", **options: Any) -> ovspec.LanguageModel:
         lm = ovspec.load(folder, draft, engine="stateful", precision="f32", cache_dir=cache_dir, **options)
@@ -142,7 +142,7 @@ def test_a_chat_reads_only_what_is_new(make: Load) -> None:
     assert not lm.generate(PROMPT, max_tokens=4).stats.cached_tokens
 
 
-@pytest.mark.parametrize("memory", [0.1, 1e-3])
+@pytest.mark.parametrize("memory", [pytest.param(0.1, marks=pytest.mark.slow), 1e-3])
 def test_conversations(make: Load, memory: float) -> None:
     lm, cold = make(cache_memory=memory), make("none", cache_memory=0)
     assert sum(converse(lm, cold, seed) for seed in range(3)) > 100

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
+import pytest
 import torch
+from conftest import ROOT
+from kept import kept_model
 from torch import nn
 
 WIDTH, HEADS, HEAD, KERNEL = 48, 4, 12, 3
@@ -78,6 +81,13 @@ class Hybrid(nn.Module):
         for _ in range(count):
             text.append(int(self.logits(text)[-1].argmax()))
         return text[len(tokens) :]
+
+
+def shared_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model with attention that can skip dead slots, which is made once for all workers."""
+    return kept_model(
+        tmp_path_factory, "hybrid", lambda folder: export(Hybrid(4096, "mask"), folder, ROOT / "models" / "demo")
+    )
 
 
 def export(model: Hybrid, folder: Path, tokenizer_folder: Path) -> Path:
