@@ -71,6 +71,7 @@ def warped_by_hugging_face(
 )
 @example(0, 1.0, {"typical_p": 0.5, "min_new_tokens": 9})
 @example(0, 1.0, {"top_p": 0.5, "min_p": 0.01, "typical_p": 0.95, "min_new_tokens": 9})
+@example(632576, 4.0, {"temperature": 0.3})
 @example(139822, 1.0, {"temperature": 1.5, "top_p": 0.9, "typical_p": 0.1})
 @settings(max_examples=300, deadline=None)
 def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: float, options: dict[str, Any]) -> None:
@@ -88,8 +89,9 @@ def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: floa
     # Sums in single precision decide which token is the last to stay, so one borderline token may be missing, or have
     # another's place. Hugging Face's own processors differ in this way between single and double precision.
     borderline = 1 if params.truncating_options else 0
-    assert ((got > 0) & (expected == 0)).sum() <= borderline
-    assert ((got == 0) & (expected > 0)).sum() <= borderline
+    least = np.finfo(np.float32).tiny  # smaller probabilities may be rounded to 0
+    assert ((got > least) & (expected == 0)).sum() <= borderline
+    assert ((got == 0) & (expected > least)).sum() <= borderline
     if ((got > 0) == (expected > 0)).all():
         np.testing.assert_allclose(got, expected, rtol=2e-4, atol=1e-7)
 
