@@ -78,21 +78,24 @@ def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path)
         error_subject: the folder that an error names first.
 
     Raises:
-        OvspecError: a head can't be used with this target, because some layers have no keys and values of their own.
+        OvspecError: a head can't be used with this target, because some layers have no states of their own.
     """
     try:
         layer_inputs = find_layer_inputs(model, find_state_variables(model))
     except OvspecError as error:
         raise OvspecError(f"{error_subject}: a head can't be used with this target: {error}.") from None
     layer_count = read_model_config(target).layer_count or len(layer_inputs)
-    check_layers_have_keys(len(layer_inputs), layer_count, str(error_subject))
+    check_layers_have_states(len(layer_inputs), layer_count, str(error_subject))
     return layer_inputs
 
 
-def check_layers_have_keys(layers_with_keys: int, layer_count: int, error_subject: str) -> None:
-    """Raise OvspecError if fewer than all ``layer_count`` layers of a target have keys and values of their own."""
-    if layers_with_keys != layer_count:
-        problem = f"only {layers_with_keys} of its {layer_count} layers have keys and values of their own"
+def check_layers_have_states(layers_with_states: int, layer_count: int, error_subject: str) -> None:
+    """Raise OvspecError if fewer than all ``layer_count`` layers of a target have keys and values, or recurrent states.
+
+    Gemma 3n's last layers read those of others.
+    """
+    if layers_with_states != layer_count:
+        problem = f"only {layers_with_states} of its {layer_count} layers have keys and values of their own"
         raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}.")
 
 

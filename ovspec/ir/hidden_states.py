@@ -2,7 +2,7 @@
 
 Layers are joined by residual connections, so all paths from the embedding to the logits pass through a layer's input
 and its output, but go around the operations inside. In terms of graphs, these values dominate the logits.
-A layer is known by the keys and values that it appends to the cache.
+A layer is known by its states: the keys and values that it appends to the cache, or recurrent states.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def find_embedding(model: ov.Model) -> ov.Node:
 
 
 def find_layer_inputs(model: ov.Model, states: list[StateVariable]) -> list[ov.Output]:
-    """Return the hidden states that each layer reads, in order; fewer than there are layers if some have no keys.
+    """Return the hidden states that each layer reads, in order; fewer than there are layers if some have no states.
 
     Args:
-        model: as exported, with its keys and values as states.
+        model: as exported, with its keys, values and recurrent states as variables.
         states: its states.
 
     Raises:
@@ -44,10 +44,10 @@ def find_layer_inputs(model: ov.Model, states: list[StateVariable]) -> list[ov.O
     node_indices = {node.get_name(): index for index, node in enumerate(ordered_nodes)}
     dominators = find_dominators(ordered_nodes, node_indices, find_embedding(model))
     logits_dominators = set(list_dominators(dominators, node_indices[model.output("logits").get_node().get_name()]))
-    kv_names = {state.name for state in states if state.sequence_axis is not None}
+    state_names = {state.name for state in states}
     layer_input_indices = set[int]()
     for node in ordered_nodes:
-        if node.get_type_name() == "Assign" and node.get_variable_id() in kv_names:
+        if node.get_type_name() == "Assign" and node.get_variable_id() in state_names:
             layer_dominators = list_dominators(dominators, node_indices[node.get_name()])
             nearest_dominator = next((index for index in layer_dominators if index in logits_dominators), None)
             if nearest_dominator is not None:

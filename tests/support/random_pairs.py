@@ -89,8 +89,8 @@ HYBRIDS = {
     ),
 }
 HEADS = {
-    f"{name}-head": replace(PAIRS[name], draft_layers=0, later=later)
-    for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03}.items()
+    f"{name}-head": replace((PAIRS | HYBRIDS)[name], draft_layers=0, later=later)
+    for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03, "qwen3_5-int8": 0.1, "lfm2-int8": 0.1}.items()
 }
 TRIMMED = {f"{name}-trimmed": replace(PAIRS[name], kept=3 * VOCAB // 4) for name in ("qwen2-int8", "gpt2-int4")}
 PAIRS |= HEADS | TRIMMED | HYBRIDS
@@ -121,7 +121,7 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     rows = torch.arange(VOCAB // 2)
     head[1::2][rows, rows % head.shape[1]] += head.abs().max() / 127  # a step or two of an int8 weight
     if not pair.draft_layers:
-        return export_with_head(model, folder, pair.bits)
+        return export_with_head(model, folder, pair.bits, pair.family)
     few_layers = {"n_layer" if hasattr(config, "n_layer") else "num_hidden_layers": pair.draft_layers}
     if "layer_types" in pair.arguments:
         few_layers["layer_types"] = pair.arguments["layer_types"][: pair.draft_layers]
@@ -135,12 +135,12 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     return folder
 
 
-def export_with_head(model: Any, folder: Path, bits: int) -> Path:
+def export_with_head(model: Any, folder: Path, bits: int, family: str = "") -> Path:
     """Export a target and a head that guesses what would follow if the target had no layers."""
     from ovspec_export import Compression, export_pair
 
     width, target = model.config.hidden_size, folder / "target"
-    export(model, target, bits)
+    export(model, target, bits, family)
     checkpoint = write_head(
         folder / "head",
         "speculators",

@@ -11,7 +11,7 @@ import openvino as ov
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import print_note
 from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights_file, find_lm_head, read_model_graph
-from ovspec.ir.heads import check_layers_have_keys, find_target_layer_inputs
+from ovspec.ir.heads import check_layers_have_states, find_target_layer_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec_export.distill.trimming import check_trimmable, choose_most_used_ids
 from ovspec_export.head_fit import check_head_fits
@@ -20,8 +20,6 @@ from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
 from ovspec_export.tokenizers import check_pair_vocabularies
 
 ResultKind = Literal["head", "draft", "trimmed draft"]
-# Kinds of layers in configs.
-LAYER_TYPES_WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 def choose_kind_draft_and_layers(
@@ -88,14 +86,9 @@ def check_target_checkpoint(target: Source) -> None:
     """
     config = target.text_config or target.config
     layer_count = target.get_config_number("layers")
-    layer_types = config.get("layer_types")
-    if layer_count and isinstance(layer_types, list) and len(layer_types) == layer_count:
-        layers_sharing_keys = int(config.get("num_kv_shared_layers") or 0)
-        check_layers_have_keys(
-            sum(layer_type in LAYER_TYPES_WITH_KEYS for layer_type in layer_types) - layers_sharing_keys,
-            layer_count,
-            target.name,
-        )
+    layers_sharing_keys = int(config.get("num_kv_shared_layers") or 0)
+    if layer_count:
+        check_layers_have_states(layer_count - layers_sharing_keys, layer_count, target.name)
 
 
 def find_target_origin(target: Source) -> tuple[str, str | None]:

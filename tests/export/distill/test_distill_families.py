@@ -25,7 +25,8 @@ from ovspec.base.errors import OvspecError
 
 pytestmark = pytest.mark.slow
 TRAINED = ("llama", "qwen3_moe", "mixtral", "mistral", "gemma2", "gemma3_text", "gpt2", "phi3", "granite", "cohere2")
-REFUSED = ("granitemoehybrid", "gemma3n_text", "mamba")
+TRAINED += ("granitemoehybrid", "qwen3_5_text", "lfm2", "mamba")  # with recurrent states
+REFUSED = ("gemma3n_text",)
 DOCUMENT, TOKENS = 40, 25_000  # tokens of a document, and those to train on
 
 

@@ -77,7 +77,7 @@ def test_what_is_no_language_model(distil: Distilling) -> None:
 
 
 def test_targets_that_have_no_heads(distil: Distilling) -> None:
-    """Hybrids and shared keys, exported or not: the same sentence; a draft model may be taught for them."""
+    """Of which layers share their keys, exported or not: the same sentence; a draft model may be taught for them."""
     entries = {"num_hidden_layers": 3}
     config = distil.model / "config.json"
     config.write_text(json.dumps(TARGET_CONFIG | entries), encoding="utf-8")
@@ -85,15 +85,11 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
     refused(distil, f"model: {told.format(2, 3)}")
     (distil.model / "ovspec.json").unlink()  # which has the size of the config
     assert not make_plan(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).tap_layers
-    for more, own in (
-        ({"layer_types": ["linear_attention", "full_attention"]}, 1),
-        ({"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 1}, 1),
-        ({"layer_types": ["conv", "conv"]}, 0),
-    ):
-        checkpoint = copied(TARGET, distil.folder / f"checkpoint-{len(list(distil.folder.iterdir()))}", **more)
-        refused(distil, f"{checkpoint.name}: {told.format(own, 2)}", model=str(checkpoint))
-    windows = copied(TARGET, distil.folder / "windows", layer_types=["sliding_attention", "full_attention"])
-    assert make_plan(DistillOptions(str(windows), distil.output)).tap_layers == [0, 1]
+    checkpoint = copied(TARGET, distil.folder / "shared", num_kv_shared_layers=1)
+    refused(distil, f"{checkpoint.name}: {told.format(1, 2)}", model=str(checkpoint))
+    for number, first in enumerate(("sliding_attention", "linear_attention")):
+        checkpoint = copied(TARGET, distil.folder / str(number), layer_types=[first, "full_attention"])
+        assert make_plan(DistillOptions(str(checkpoint), distil.output)).tap_layers == [0, 1]
 
 
 def copied(checkpoint: Path, folder: Path, **entries: Any) -> Path:
