@@ -30,8 +30,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import Manifest, read_manifest
 
 PREPARE = (
-    "from ovspec_export.environments import Environment, prepare; import sys; "
-    "print(prepare(Environment('toy', (('ovspec-toy', '1.0', sys.argv[1]),)), 'toys'))"
+    "from ovspec_export.environments import Environment, prepare_environment; import sys; "
+    "print(prepare_environment(Environment('toy', (('ovspec-toy', '1.0', sys.argv[1]),)), 'toys'))"
 )
 INFO = "ovspec_toy-1.0.dist-info"
 

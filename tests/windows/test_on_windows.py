@@ -92,10 +92,10 @@ def test_the_process_that_is_measured_does_the_work(tmp_path: Path) -> None:
     """The python.exe of a virtual environment only starts another one."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=200)
     code = f"""
-from ovspec.base.sandbox import Worker
-worker = Worker({RENDERER.module!r}, "renders", 10.0, 10**9)
-answer = worker.ask('{{"source": "{{{{ messages[0] }}}}", "variables": {{"messages": ["hi"]}}, "needed": []}}')
-process, = worker.idle
+from ovspec.base.sandbox import SandboxPool
+pool = SandboxPool({RENDERER.module!r}, "renders", 10.0, 10**9)
+answer = pool.ask('{{"source": "{{{{ messages[0] }}}}", "variables": {{"messages": ["hi"]}}, "needed": []}}')
+process, = pool.idle_processes
 print(answer, process.children(), process.memory_info().rss > 10_000_000)
 """
     python = tmp_path / "venv" / "Scripts" / "python.exe"
