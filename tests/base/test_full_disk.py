@@ -16,7 +16,6 @@ import ovspec
 from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
 from ovspec.base.files import write_atomically
 from ovspec.base.progress import print_note
-from ovspec.batch.ray.shipment import create_folder_once
 from ovspec.batch.requests import make_prompt_request
 from ovspec.batch.resumable_run import BatchProgress, run_file
 from ovspec.cli import main
@@ -25,6 +24,11 @@ from ovspec.params import make_params
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits files as POSIX systems do")
 full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is full")
+
+
+def ship_folder(folder: Path) -> None:
+    shipment = pytest.importorskip("ovspec.batch.ray.shipment")  # which needs Ray
+    shipment.create_folder_once(folder, [("file", b"x" * 1000)])
 
 
 @contextmanager
@@ -51,7 +55,7 @@ def save_session(lm: ovspec.LanguageModel, file: Path) -> None:
     [
         lambda _, file: write_atomically(file, "x" * 1000),
         save_session,
-        lambda _, file: create_folder_once(file.parent / "folder", [("file", b"x" * 1000)]),
+        lambda _, file: ship_folder(file.parent / "folder"),
     ],
     ids=["file", "session", "folder"],
 )

@@ -369,6 +369,7 @@ assert ChatFormat(ChatTemplate(source, {})).tool_format.name == "example"
 
 def test_a_new_format_is_one_file(tmp_path: Path) -> None:
     """Add the file in docs/how-to/add-a-tool-format.md to a copy of the package, and change nothing else."""
+    pytest.importorskip("click")
     shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "docs" / "how-to" / "add-a-tool-format.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"(?s) {3}```python\n(.*?) {3}```", page)
