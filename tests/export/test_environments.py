@@ -142,9 +142,11 @@ def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(
     """Killed at any moment, the folder is whole or not there."""
     command = [sys.executable, "-c", PREPARE, toy.wheels[0][2]]
     for seconds in moments:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # with its pip, which would go on writing
         process.wait()
         if toy.is_prepared:
             break
