@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.cache.stateful import make_stateful_decoder
+from ovspec.cache.decoder_maker import make_decoder
 from ovspec.engine.scoring import (
     DEFAULT_PERPLEXITY_CONTEXT,
     check_perplexity_length,
@@ -34,7 +34,7 @@ def compare_with_checkpoint(
     device_options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     ir = compile_ir(folder, device_options)
     tokenizer = Tokenizer(folder)
-    decoder = make_stateful_decoder(ir, probe_rollback(ir).rollback, tokenizer.known_ids)
+    decoder = make_decoder(ir, probe_rollback(ir).rollback, tokenizer.known_ids)
     tokens = tokenizer.encode(text)
     context_tokens = min(context_tokens, DEFAULT_PERPLEXITY_CONTEXT, ir.context_length or DEFAULT_PERPLEXITY_CONTEXT)
     check_perplexity_length(tokens, context_tokens)

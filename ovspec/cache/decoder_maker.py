@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from ovspec.cache.blocks import BlockTensors
-from ovspec.cache.decoder import FAST_RULE, Decoder, FeedRule, PrefixCache, RollbackMethod
+from ovspec.cache.decoder import (
+    FAST_RULE,
+    Decoder,
+    FeedRule,
+    PrefixCache,
+    RollbackMethod,
+    replace_masking_by_trimming,
+)
 from ovspec.cache.hybrid import paged_decoder_class
 from ovspec.cache.kept_caches import KeptCaches
-from ovspec.cache.stateful import make_stateful_decoder
+from ovspec.cache.stateful import RowByRowDecoder, StatefulDecoder
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.heads import HIDDEN_OUTPUT
 from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
@@ -19,12 +26,26 @@ def make_decoder(
     rule: FeedRule = FAST_RULE,
     prefix_cache: PrefixCache | None = None,
 ) -> Decoder:
-    """Return a decoder, of the paged engine if ``rollback`` is that engine's; arguments as of the decoders."""
+    """Return a decoder that fits the model's states, the rule and ``rollback``, which tells the engine.
+
+    On the stateful engine, where the rule keeps rows apart, rejected tokens are cut off, because masked slots change
+    bits as padding does.
+
+    ``prefix_cache``: from ``make_prefix_cache``; nothing is shared by default.
+    """
     if rollback.kv == "blocks":
         tensors = prefix_cache if isinstance(prefix_cache, BlockTensors) else None
         return paged_decoder_class(ir)(ir, vocabulary, rule, tensors)
     kept_caches = prefix_cache if isinstance(prefix_cache, KeptCaches) else None
-    return make_stateful_decoder(ir, rollback, vocabulary, rule, kept_caches)
+    if rule.rows_apart:
+        rollback = replace_masking_by_trimming(rollback)
+
+    def make_stateful_decoder() -> StatefulDecoder:
+        return StatefulDecoder(ir, rollback, vocabulary, rule=rule, kept_caches=kept_caches)
+
+    if rule.rows_apart or ir.needs_single_rows:
+        return RowByRowDecoder(make_stateful_decoder)
+    return make_stateful_decoder()
 
 
 def make_prefix_cache(ir: CompiledIR, rollback: RollbackMethod, max_cached_tokens: float) -> PrefixCache | None:

@@ -16,7 +16,6 @@ import numpy as np
 from ovspec.cache.decoder import (
     FAST_RULE,
     JOINING_CHUNK_TOKENS,
-    Decoder,
     Features,
     FeedRule,
     RollbackMethod,
@@ -24,7 +23,6 @@ from ovspec.cache.decoder import (
     compute_logits_indices,
     convert_feed_error,
     reorder_sequences,
-    replace_masking_by_trimming,
     split_logits_by_row,
 )
 from ovspec.cache.kept_caches import KeptCaches
@@ -170,7 +168,6 @@ class StatefulDecoder:
         min_length = shared_length + MIN_SHARED_TOKENS
         prefix = self._kept_caches.find_prefix(sequence.tokens[:-1], sequence.owner, min_length)
         if prefix:
-            self.keep_cache()
             self.restore(prefix.text.tokens, prefix.arrays)
             self.rows[0].owner = sequence.owner
 
@@ -235,11 +232,11 @@ class StatefulDecoder:
             self.compact()
         arrays = read_states(self._request.openvino_request, self._ir.states)
         if self._feature_width:
-            arrays[FEATURES_OUTPUT] = self._features[0].values
+            arrays[FEATURES_OUTPUT] = self._features[0].values.copy()
         return arrays
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        self._reset_rows(1)
+        self.reset(1)
         length = len(tokens)
         if self._feature_width:
             arrays = dict(arrays)
@@ -574,25 +571,3 @@ class RowByRowDecoder:
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
         self._decoders[0].restore(tokens, arrays)
-
-
-def make_stateful_decoder(
-    ir: CompiledIR,
-    rollback: RollbackMethod,
-    vocabulary: KnownTokenIds = ALL_IDS,
-    rule: FeedRule = FAST_RULE,
-    kept_caches: KeptCaches | None = None,
-) -> Decoder:
-    """Return the stateful decoder that fits the model's states and the rule.
-
-    Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
-    """
-    if rule.rows_apart:
-        rollback = replace_masking_by_trimming(rollback)
-
-    def make_decoder() -> StatefulDecoder:
-        return StatefulDecoder(ir, rollback, vocabulary, rule=rule, kept_caches=kept_caches)
-
-    if rule.rows_apart or ir.needs_single_rows:
-        return RowByRowDecoder(make_decoder)
-    return make_decoder()

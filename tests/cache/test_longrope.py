@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM
 
 import ovspec
 from ovspec.cache.decoder import FeedRule, RollbackMethod
+from ovspec.cache.decoder_maker import make_decoder
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
-from ovspec.cache.stateful import RowByRowDecoder, make_stateful_decoder
+from ovspec.cache.stateful import RowByRowDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 
@@ -76,15 +77,13 @@ def longrope(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> LongR
 def make(request: pytest.FixtureRequest, longrope: LongRope) -> Callable[[], RowByRowDecoder]:
     """Return what makes an empty decoder, in either arithmetic."""
 
-    def make_decoder() -> RowByRowDecoder:
+    def make_exact_or_fast() -> RowByRowDecoder:
         exact = request.param == "exact"
-        decoder = make_stateful_decoder(
-            longrope.ir, RollbackMethod("mask"), rule=FeedRule(first_apart=exact, rows_apart=exact)
-        )
+        decoder = make_decoder(longrope.ir, RollbackMethod("mask"), rule=FeedRule(first_apart=exact, rows_apart=exact))
         assert isinstance(decoder, RowByRowDecoder)  # a long row would change the frequencies of the others
         return decoder
 
-    return make_decoder
+    return make_exact_or_fast
 
 
 def test_the_switch_is_seen(longrope: LongRope) -> None:

@@ -186,6 +186,17 @@ def test_rows_with_requests_of_their_own(
     assert found == [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=0)]
 
 
+def test_a_copied_cache_keeps_its_features(load_headed: Callable[..., ovspec.LanguageModel]) -> None:
+    """What the row reads afterwards, in place of its last tokens, doesn't change the copy."""
+    decoder = load_headed("stateful").target.make_decoder()
+    decoder.feed([np.arange(10, 60)], [1])
+    copied_features = decoder.dump()[FEATURES_OUTPUT]
+    expected = copied_features.copy()
+    decoder.truncate(0, 20)
+    decoder.feed([np.arange(70, 110)], [1])
+    assert copied_features.shape[0] == 50 and np.array_equal(copied_features, expected)
+
+
 @pytest.fixture(scope="module")
 def plain(headed: ovspec.LanguageModel) -> list[int]:
     """Return the tokens of a text without a head."""

@@ -15,8 +15,9 @@ from conftest import PROMPTS, ROOT, STRICT
 import ovspec
 import ovspec.setup.engine_choice
 from ovspec.cache.decoder import FAST_RULE, Arithmetic, FeedRule, RollbackMethod
+from ovspec.cache.decoder_maker import make_decoder
 from ovspec.cache.paged import PagedDecoder, map_queries_to_tokens
-from ovspec.cache.stateful import StatefulDecoder, make_stateful_decoder
+from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import QUERY_INPUTS
@@ -291,14 +292,12 @@ def test_the_stateful_engine_by_its_rule(pair: Path, rollback: RollbackMethod, r
     """Only with a first token of its own, and with rejected tokens cut off. One thread: more may split attention."""
     ir = compile_ir(pair, DeviceOptions(precision="f32", threads=1))
     found = find_exactness(
-        lambda rule: make_stateful_decoder(ir, RollbackMethod("mask"), rule=rule), "stateful", ir.logits_width
+        lambda rule: make_decoder(ir, RollbackMethod("mask"), rule=rule), "stateful", ir.logits_width
     )
     if not found.rule:
         pytest.skip(f"no rule for the stateful engine on this processor: {found}")
     trial = ExactnessTrial((40, 70), (1, 2, 1, 8), ())
-    assert probe_feed_rule(
-        make_stateful_decoder(ir, RollbackMethod("mask"), rule=found.rule), ir.logits_width, trial
-    ).is_exact
+    assert probe_feed_rule(make_decoder(ir, RollbackMethod("mask"), rule=found.rule), ir.logits_width, trial).is_exact
     assert not probe_feed_rule(StatefulDecoder(ir, rollback, rule=rule), 4096, trial).is_exact
 
 
