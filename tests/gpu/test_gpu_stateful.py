@@ -96,11 +96,11 @@ def test_rows_leave_a_batch_one_by_one(load: Load) -> None:
 def test_compaction_keeps_the_text(load: Load, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, decoders = load("lookup"), list[StatefulDecoder]()
 
-    def make(vocabulary: Any, rule: Any = None, shares: bool = False) -> StatefulDecoder:  # noqa: ARG001
+    def make(vocabulary: Any, rule: Any = None, shares_prefixes: bool = False) -> StatefulDecoder:  # noqa: ARG001
         decoders.append(StatefulDecoder(lm.target.ir, lm.target.rollback, vocabulary, compaction_threshold=2))
         return decoders[-1]
 
-    monkeypatch.setattr(lm.target, "decoder", make)
+    monkeypatch.setattr(lm.target, "make_decoder", make)
     monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
     text = lm.generate(PROMPT, max_tokens=N, lookahead=3)
     assert decoders, "made for this text"
