@@ -92,7 +92,7 @@ def compute_checkpoint_logits(model: PreTrainedModel, tokens: np.ndarray, width:
 def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) -> None:
     """Write the inputs of these layers for a short text, (positions, width) each, side by side.
 
-    Writes nothing if the model doesn't return hidden states.
+    Without layers, it is what the lm_head reads: transformers' last hidden states, which are normalised. Writes nothing if the model doesn't return hidden states.
     """
     import torch
 
@@ -100,6 +100,7 @@ def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) ->
     tokens = np.random.default_rng(0).integers(0, embedding.shape[0], SHORTEST_TEXT_TOKENS)
     with torch.no_grad():
         hidden_states = model(input_ids=torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+    layers = layers or [-1]
     if hidden_states and all(hidden_states[layer].ndim == 3 for layer in layers):
         np.save(file, np.concatenate([hidden_states[layer][0].float().numpy() for layer in layers], 1))
 

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.progress import format_size, show_step
@@ -24,7 +26,8 @@ from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
 from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.head_layout import flatten_head_config
-from ovspec_export.sources import TEXT_SUFFIXES, GgufSource, HeadSource, Source, copy_model_files
+from ovspec_export.mtp_layout import make_layer_config
+from ovspec_export.sources import TEXT_SUFFIXES, GgufSource, HeadSource, MtpSource, Source, copy_model_files
 from ovspec_export.tokenizers import load_tokenizer
 
 WORKER_MODULE = "ovspec_export.worker"  # the module that runs jobs
@@ -35,6 +38,7 @@ SMALLEST_GROUP_SIZE = 16  # weights that share a scale
 JOB_FAILURES = {
     "export_with_optimum": "optimum-cli could not export it",
     "convert_eagle_head": "the head could not be converted",
+    "convert_mtp_layer": "its MTP layer could not be converted",
     "unpack_gguf_weights": "its weights could not be unpacked",
     "convert_tokenizer": "its tokenizer could not be converted",
     "save_first_layers": "its first layers could not be saved as a checkpoint",
@@ -44,6 +48,8 @@ JOB_FAILURES = {
     "write_texts": "it could not write texts",
     "write_features": "its hidden states could not be computed",
     "train_head": "a head could not be trained",
+    "train_mtp": "an MTP layer could not be trained",
+    "check_mtp_possible": "no MTP layer can be made",
     "train_draft": "the draft could not be taught",
     "measure_costs": "it could not be timed",
     "measure_gain": "the gain could not be measured",
@@ -70,7 +76,8 @@ def convert_source(
 ) -> None:
     """Write the IR and the tokenizer of ``source`` into ``folder``.
 
-    The inputs of its ``tap_layers`` for a short text go to ``states_file``, for the comparison of a head.
+    The inputs of its ``tap_layers`` for a short text, or the lm_head's if there are none, go to ``states_file``, for
+    the comparison of a head.
 
     Raises:
         OvspecError: optimum or nncf rejects the model or the options, or disk space or memory runs out.
@@ -97,7 +104,7 @@ def convert_source(
             source=str(source.path),
             model_type=source.model_type,
             trust_remote_code=runs_code,
-            **({"tap_layers": tap_layers, "states_file": str(states_file)} if tap_layers else {}),
+            **({"tap_layers": tap_layers, "states_file": str(states_file)} if tap_layers is not None else {}),
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
             path_arguments = {"source": str(source.path), "folder": str(folder)}
@@ -136,25 +143,59 @@ def convert_head(
     Raises:
         OvspecError: like ``convert_source``.
     """
+    arguments: JsonObject = {"target": "" if target.is_ir else str(target.path), "tap_layers": tap_layers}
+    # Its attention has no window, whatever its config says of one.
+    config = flatten_head_config(source.config) | {"sliding_window": None}
+    convert_head_with("convert_eagle_head", source, folder, compression, states_file, arguments, config)
+
+
+def convert_mtp_layer(
+    source: MtpSource, folder: Path, compression: Compression, target_ids: np.ndarray | None, states_file: Path
+) -> None:
+    """Write the IR of an MTP layer into ``folder``.
+
+    Args:
+        target_ids: the ids of the tokens that it can propose, (n,); None for all.
+        states_file: what the target's lm_head reads for some text, if ``convert_source`` wrote it.
+
+    Raises:
+        OvspecError: like ``convert_source``.
+    """
+    arguments: JsonObject = {
+        "model_type": source.model_type,
+        "target_ids": None if target_ids is None else target_ids.tolist(),
+    }
+    config = make_layer_config(source.config.get("text_config") or source.config)
+    convert_head_with("convert_mtp_layer", source, folder, compression, states_file, arguments, config)
+
+
+def convert_head_with(
+    job: str,
+    source: HeadSource,
+    folder: Path,
+    compression: Compression,
+    states_file: Path,
+    arguments: JsonObject,
+    config: JsonObject,
+) -> None:
+    """Run a job that writes the IR of a head into ``folder``, with these ``arguments`` among others, and its config."""
     folder.mkdir(parents=True)
     weight_format = compression.weight_format
-    heading = f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {weight_format}"
+    part = "MTP layer" if isinstance(source, MtpSource) else "head"
+    heading = f"{source.name}: converting the {part} of {format_size(source.size_in_bytes)} to {weight_format}"
     with show_step(heading, keep_line=True) as conversion_step:
         run_worker_job(
-            "convert_eagle_head",
+            job,
             source,
             folder,
             source=str(source.path),
             folder=str(folder),
-            target="" if target.is_ir else str(target.path),
             name=source.name,
-            tap_layers=tap_layers,
             weight_format=weight_format,
             quantization=compression.quantization_config() if weight_format.startswith("int") else {},
             states_file=str(states_file),
+            **arguments,
         )
-        # Its attention has no window, whatever its config says of one.
-        config = flatten_head_config(source.config) | {"sliding_window": None}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
         conversion_step.result = describe_folder_size(folder)
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from ovspec.base.progress import print_note, show_step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import check_converted_files, convert_head, convert_source, make_first_layers_checkpoint
+from ovspec_export.convert import (
+    check_converted_files,
+    convert_head,
+    convert_mtp_layer,
+    convert_source,
+    make_first_layers_checkpoint,
+)
 from ovspec_export.draft_vocabulary import trim_ir
 from ovspec_export.export_plan import plan_export
 from ovspec_export.folders import open_partial_folder
 from ovspec_export.gguf_checkpoint import write_gguf_checkpoint
 from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
+from ovspec_export.mtp_vocabulary import choose_mtp_vocabulary
 from ovspec_export.quality import evaluate_exports, format_quality_table
-from ovspec_export.sources import GgufSource, HeadSource, Source
+from ovspec_export.sources import GgufSource, HeadSource, MtpSource, Source
 from ovspec_export.text_part import extract_text_model
 from ovspec_export.tokenizers import find_differing_texts, load_tokenizer, replace_chat_template
 
@@ -38,7 +46,8 @@ def export_pair(
 
     Args:
         target: a folder with a checkpoint or an IR, a GGUF file, or a hub id.
-        draft: likewise, or an EAGLE-3 head that was trained for the target, or None.
+        draft: likewise, or an EAGLE-3 head or MTP layer that was trained for the target; "mtp" for the MTP layer that
+            the target's checkpoint has, which is the default if there is one; "none" for none.
         output: the folder to write.
         overwrite: replace, at the very end, a pair that ovspec exported there before.
         compression: how the target's weights are stored.
@@ -78,7 +87,13 @@ def export_pair(
         model_entries = []
         states_file = work_folder / "states.npy"
         for source, folder, options in zip(sources, model_folders, plan.compressions, strict=False):
-            if plan.tap_layers and isinstance(source, HeadSource) and not source.is_ir:
+            if isinstance(source, MtpSource):
+                layer = replace(source, path=sources[0].path) if source.path == plan.sources[0].path else source
+                target_ids = plan.draft_ids
+                if target_ids is None:
+                    target_ids = choose_mtp_vocabulary(plan.sources[0], work_folder)
+                convert_mtp_layer(layer, folder, options, target_ids, states_file)
+            elif plan.tap_layers and isinstance(source, HeadSource) and not source.is_ir:
                 convert_head(source, folder, options, sources[0], plan.tap_layers, states_file)
             else:
                 convert_source(source, folder, options, trust_remote_code, plan.tap_layers, states_file)
@@ -95,7 +110,7 @@ def export_pair(
         quality_figures = (
             evaluate_exports(sources, model_folders, evaluate, work_folder, trust_remote_code) if evaluate else []
         )
-        if plan.draft_ids is not None and not sources[1].is_ir:
+        if plan.draft_ids is not None and not sources[1].is_ir and not isinstance(sources[1], MtpSource):
             with show_step(f"{sources[1].name}: keeping {len(plan.draft_ids):,} of its ids", keep_line=True):
                 trim_ir(model_folders[1], plan.draft_ids, sources[1].name)
         if plan.chat_template is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import format_size, print_note, show_step
+from ovspec.drafting.choice import MTP_DRAFT, NO_DRAFT
 from ovspec.text.custom_template import resolve_custom_template
 from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import choose_group_size, compute_layer_share, estimate_disk_space
@@ -17,7 +18,7 @@ from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids
 from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.folders import check_disk_space, check_output_folder
 from ovspec_export.head_fit import check_head_fits
-from ovspec_export.sources import HeadSource, Source, find_source
+from ovspec_export.sources import HeadSource, Source, find_own_mtp_layer, find_source
 from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templates
 
 
@@ -29,7 +30,8 @@ class ExportPlan:
     compressions: of the target and of a draft, also of a draft that is made of the target's first layers.
     chat_template: the target's template in place of its own.
     draft_ids: the ids that the draft proposes, (n,); None for all.
-    tap_layers: the target's layers whose features the head reads.
+    tap_layers: the target's layers whose features the head reads; none of them for what the lm_head reads, and None
+        without a head.
     """
 
     sources: list[Source]
@@ -55,13 +57,15 @@ def plan_export(
     """Return the plan of ``export_pair``, which describes the arguments and errors."""
     for weight_options in filter(None, (compression, draft_compression)):
         weight_options.check_weight_options()
-    if draft and draft_layers is not None:
+    if draft not in (None, NO_DRAFT) and draft_layers is not None:
         raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
     if evaluate:
         read_text(evaluate)
     check_output_folder(output, overwrite)
     # Not in a progress step: a download shows its own progress.
-    sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
+    sources = [find_source(target, trust_remote_code)]
+    if draft_source := find_draft_source(sources[0], draft, draft_layers, trust_remote_code):
+        sources.append(draft_source)
     for source in sources:
         ir_note = ", an IR, used as it is" if source.is_ir else ""
         print_note(f"{source.name}: {format_size(source.size_in_bytes)}{ir_note}, revision {source.revision[:12]}")
@@ -69,7 +73,6 @@ def plan_export(
         if output == folder or folder in output.parents or output in folder.parents:
             raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
     target_source = sources[0]
-    draft_source = sources[1] if len(sources) == 2 else None
     if isinstance(target_source, HeadSource):
         raise OvspecError(
             f"{target_source.name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`."
@@ -111,3 +114,21 @@ def plan_export(
         with show_step(f"{draft_source.name}: comparing its vocabulary with that of {target_source.name}"):
             check_pair_vocabularies(target_source, draft_source, trust_remote_code)
     return ExportPlan(sources, compressions, resolved_template, draft_ids, tap_layers)
+
+
+def find_draft_source(
+    target: Source, draft: str | None, draft_layers: int | None, trust_remote_code: bool
+) -> Source | None:
+    """Return the draft that ``draft`` names, or None; by default it is the MTP layer of the target if it has one.
+
+    Raises:
+        OvspecError: like ``find_source``, or the target has no MTP layer and is to have one.
+    """
+    if draft not in (None, NO_DRAFT, MTP_DRAFT):
+        return find_source(draft, trust_remote_code)
+    if draft == NO_DRAFT or draft_layers is not None:
+        return None
+    mtp_layer = find_own_mtp_layer(target)
+    if not mtp_layer and draft == MTP_DRAFT:
+        raise OvspecError(f"{target.name}: it has no MTP layer; leave out the draft, or name one.")
+    return mtp_layer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import openvino as ov
 import torch
@@ -9,7 +11,7 @@ import torch
 from ovspec.base.errors import OvspecError
 from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
 from ovspec_export.agreement import REPORT_ADVICE
-from ovspec_export.heads import EagleHead
+from ovspec_export.heads import HeadModule
 
 # Entries of a text, in turn: several at once, some one by one with the head's own features, and several at once again.
 FIRST_ENTRY_COUNT, UNROLLED_ENTRY_COUNT, LAST_ENTRY_COUNT = 9, 3, 4
@@ -19,7 +21,7 @@ MISSING_ENTRY_COUNT = 4  # entries that a second row of the batch has less, at i
 OUTPUT_TOLERANCE = 1e-3
 
 
-def check_head_ir(head: EagleHead, model: ov.Model, target_states: np.ndarray | None = None) -> None:
+def check_head_ir(head: HeadModule, model: ov.Model, target_states: np.ndarray | None = None) -> None:
     """Raise OvspecError if ``model`` computes other features, logits or outputs than ``head``.
 
     It reads a text step by step with a cache, as one of two rows; torch reads each row anew from its beginning.
@@ -47,7 +49,7 @@ def check_head_ir(head: EagleHead, model: ov.Model, target_states: np.ndarray | 
         for first_entry in (0, MISSING_ENTRY_COUNT)
     ]
     expected_outputs = {name: np.concatenate([row[name] for row in row_outputs]) for name in row_outputs[0]}
-    for name, ir_output in compute_ir_outputs(model, tokens, target_states).items():
+    for name, ir_output in compute_ir_outputs(model, head.output_names, tokens, target_states).items():
         expected_output = expected_outputs[name]
         root_mean_square = np.sqrt(np.square(ir_output - expected_output).mean())
         difference = float(np.nan_to_num(root_mean_square / (expected_output.std() + 1e-30), nan=np.inf))
@@ -59,7 +61,7 @@ def check_head_ir(head: EagleHead, model: ov.Model, target_states: np.ndarray | 
 
 
 def compute_head_outputs(
-    head: EagleHead, tokens: np.ndarray, states: np.ndarray, first_entries: int
+    head: HeadModule, tokens: np.ndarray, states: np.ndarray, first_entries: int
 ) -> dict[str, np.ndarray]:
     """Return a row's outputs by name, (entries, width), where ``first_entries`` come before the unrolled ones."""
     with torch.no_grad():
@@ -67,9 +69,9 @@ def compute_head_outputs(
         token_batch = torch.from_numpy(tokens)[None]
         fused_features = head.fuse_target_states(target_states)
 
-        def run_head(features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def run_head(features: torch.Tensor) -> dict[str, torch.Tensor]:
             attention_mask = torch.ones(features.shape[:2], dtype=torch.int64)
-            return head(
+            outputs = head(
                 token_batch[:, : attention_mask.shape[1]],
                 features,
                 attention_mask,
@@ -77,17 +79,20 @@ def compute_head_outputs(
                 target_states,
                 *head.make_empty_cache(),
             )
+            return dict(zip(head.output_names, outputs, strict=False))
 
         features = fused_features[:, :first_entries]
         for _ in range(UNROLLED_ENTRY_COUNT):
-            features = torch.cat((features, run_head(features)[1][:, -1:]), 1)
-        logits, next_features, *_ = run_head(torch.cat((features, fused_features[:, first_entries:]), 1))
-    outputs = {"fused": fused_features, "logits": logits, "hidden": next_features}
+            features = torch.cat((features, run_head(features)["hidden"][:, -1:]), 1)
+        outputs = run_head(torch.cat((features, fused_features[:, first_entries:]), 1))
+    outputs["fused"] = fused_features
     return {name: output[0].numpy() for name, output in outputs.items()}
 
 
-def compute_ir_outputs(model: ov.Model, tokens: np.ndarray, states: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the outputs of ``model`` for both rows, one after the other: (entries, width) by name."""
+def compute_ir_outputs(
+    model: ov.Model, output_names: Sequence[str], tokens: np.ndarray, states: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return these outputs of ``model`` for both rows, one after the other: (entries, width) by name."""
     device_options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     request = (
         openvino_core().compile_model(model, "CPU", make_compile_properties(device_options)).create_infer_request()
@@ -111,7 +116,7 @@ def compute_ir_outputs(model: ov.Model, tokens: np.ndarray, states: np.ndarray) 
             "beam_idx": np.arange(2, dtype=np.int32),
         }
         request.infer(inputs)
-        return {name: request.get_tensor(name).data.copy() for name in ("logits", "hidden", "fused")}
+        return {name: request.get_tensor(name).data.copy() for name in output_names}
 
     # The branch that fuses reads nothing else, so other features do for its first run.
     no_features = np.zeros((2, 1, request.get_tensor("hidden").shape[-1]), np.float32)
@@ -128,6 +133,6 @@ def compute_ir_outputs(model: ov.Model, tokens: np.ndarray, states: np.ndarray) 
             first_known_entry, len(tokens), fused_features[:, FIRST_ENTRY_COUNT:], both_states[:, FIRST_ENTRY_COUNT:]
         )
     )
-    outputs = {"fused": fused_features}
-    outputs |= {name: np.concatenate([run[name] for run in run_outputs], 1) for name in ("logits", "hidden")}
+    outputs = {name: np.concatenate([run[name] for run in run_outputs], 1) for name in run_outputs[0]}
+    outputs["fused"] = fused_features
     return {name: np.concatenate((output[0], output[1, MISSING_ENTRY_COUNT:])) for name, output in outputs.items()}

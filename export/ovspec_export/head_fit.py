@@ -1,4 +1,4 @@
-"""Check that an EAGLE-3 head fits its target: its width, vocabulary and layers."""
+"""Check that a head fits its target: its width, vocabulary and layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, check_weights_file, read_target_ids
 from ovspec.ir.device import openvino_core
-from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO, read_target_layers
+from ovspec.ir.heads import (
+    FUSION_INPUT,
+    FUSION_OUTPUT,
+    HIDDEN_OUTPUT,
+    TARGET_LAYERS_INFO,
+    is_mtp_layer,
+    read_target_layers,
+)
 from ovspec_export.head_layout import choose_default_tap_layers
-from ovspec_export.sources import HeadSource, Source
+from ovspec_export.sources import HeadSource, MtpSource, Source
 
 NAME_CHECKPOINT_ADVICE = "name the head's checkpoint instead, which ovspec exports itself"
 
@@ -22,7 +29,7 @@ class HeadSizes:
     """The sizes of a head that have to fit its target.
 
     states_width: of the states that it reads, of ``tap_count`` layers together.
-    tap_layers: these layers, or None for the default.
+    tap_layers: these layers, or None for the default; none of them if it reads what the lm_head reads.
     proposed_ids: the target's ids of the tokens that it can propose.
     is_proposable: for each of the target's ids, whether it can propose it.
     has_own_embedding, has_own_lm_head: whether it has them; else they are made of the target's embedding.
@@ -43,6 +50,8 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
     """Return the sizes of a head; raises OvspecError if it can't be used."""
     if head.is_ir:
         return read_head_ir_sizes(head)
+    if isinstance(head, MtpSource):
+        return read_mtp_sizes(head)
     layout = head.layout
     offsets = head.read_integers("d2t")
     proposed_ids = np.arange(layout.draft_vocab_size)
@@ -68,6 +77,24 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
     )
 
 
+def read_mtp_sizes(layer: MtpSource) -> HeadSizes:
+    """Return the sizes of the MTP layer in a checkpoint."""
+    shapes = layer.tensor_shapes()
+    if "fc.weight" not in shapes:
+        raise OvspecError(f"{layer.name}: its MTP layer lacks the tensor fc.weight.")
+    width = shapes["fc.weight"][0]
+    vocab_size = layer.get_config_number("vocab") or 0
+    return HeadSizes(
+        hidden_size=width,
+        states_width=width,
+        tap_count=1,
+        vocab_size=vocab_size,
+        proposed_ids=np.arange(vocab_size),
+        tap_layers=(),
+        has_own_embedding=False,
+    )
+
+
 def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
     """Return the sizes of a head that ovspec exported."""
     check_weights_file(head.path / MODEL_FILE)
@@ -77,14 +104,17 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
             {port.get_any_name(): port for port in ports if port.get_names()} for ports in (model.inputs, model.outputs)
         )
         proposed_ids = read_target_ids(model)
+        vocab_size = head.get_config_number("vocab")
+        if proposed_ids is None and is_mtp_layer(model):
+            proposed_ids = np.arange(vocab_size or 0)
         if FUSION_OUTPUT not in outputs or proposed_ids is None or not model.has_rt_info(TARGET_LAYERS_INFO):
             raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {NAME_CHECKPOINT_ADVICE}.")
         tap_layers = read_target_layers(model)
         return HeadSizes(
             hidden_size=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
             states_width=inputs[FUSION_INPUT].get_partial_shape()[2].get_length(),
-            tap_count=len(tap_layers),
-            vocab_size=head.get_config_number("vocab"),
+            tap_count=len(tap_layers) or 1,
+            vocab_size=vocab_size,
             proposed_ids=proposed_ids,
             tap_layers=tap_layers,
             has_own_embedding="input_ids" in inputs,
@@ -94,7 +124,7 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
 
 
 def check_head_fits(target: Source, head: HeadSource) -> list[int]:
-    """Return the target's layers whose inputs the head reads.
+    """Return the target's layers whose inputs the head reads; none if it reads what the lm_head reads.
 
     Raises:
         OvspecError: the head was made for a target of another width, vocabulary or number of layers.
@@ -119,7 +149,7 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     if sizes.vocab_size != vocab_size:
         raise OvspecError(f"{refusal} it was made for {sizes.vocab_size} tokens, but the target has {vocab_size}.")
     check_head_token_ids(sizes, vocab_size, head.name)
-    tap_layers = list(sizes.tap_layers or choose_default_tap_layers(layer_count))
+    tap_layers = choose_default_tap_layers(layer_count) if sizes.tap_layers is None else list(sizes.tap_layers)
     if any(not 0 <= layer < layer_count for layer in tap_layers):
         raise OvspecError(
             f"{refusal} it reads the inputs of its layers {', '.join(map(str, tap_layers))}, but the target has "

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in torch, read from a checkpoint, and their conversion to an IR.
+"""EAGLE-3 heads in torch, read from a checkpoint, and the conversion of heads to an IR.
 
 The IR has the inputs ``input_ids`` [batch, new] (or ``inputs_embeds`` [batch, new, hidden] for a head without
 embeddings), ``hidden_states`` [batch, new, hidden], ``attention_mask`` [batch, past + new], ``position_ids`` and
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import openvino as ov
@@ -31,6 +32,27 @@ from ovspec_export.pickled import read_pickled_tensors
 # Ends of the name that families have for the embedding of tokens.
 EMBEDDING_NAMES = [[name, "weight"] for name in ("embed_tokens", "wte", "word_embeddings", "embed_in")]
 KeyValueCache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads, slots, head_dim]
+
+
+class HeadModule(Protocol):
+    """An EAGLE-3 head or an MTP layer.
+
+    output_names: of its outputs but the longer cache, which comes after them.
+    target_ids: the target's ids of the tokens that it can propose, (n,) int64; None for all.
+    """
+
+    layout: HeadLayout
+    output_names: tuple[str, ...]
+    embed_tokens: nn.Module | None
+
+    @property
+    def target_ids(self) -> np.ndarray | None: ...
+
+    def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor: ...
+
+    def make_empty_cache(self, batch: int = 1, slots: int = 0) -> KeyValueCache: ...
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
 
 
 class HeadAttention(nn.Module):
@@ -108,6 +130,8 @@ class HeadLayer(nn.Module):
 class EagleHead(nn.Module):
     """An EAGLE-3 head. The target's embedding takes the place of ``embed_tokens`` where it has none."""
 
+    output_names = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT)
+
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
         self.layout = layout
@@ -124,6 +148,11 @@ class EagleHead(nn.Module):
         self.rotary = LlamaRotaryEmbedding(make_rotary_config(layout))
         self.d2t: Tensor
         self.register_buffer("d2t", torch.zeros(layout.draft_vocab_size, dtype=torch.int64), persistent=False)
+
+    @property
+    def target_ids(self) -> np.ndarray:
+        """The target's ids of the tokens that it can propose, (n,) int64."""
+        return self.d2t.numpy() + np.arange(len(self.d2t))
 
     def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
         """Return features [batch, new, hidden] of the inputs of the target's layers, side by side."""
@@ -260,8 +289,11 @@ def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in pickled_files for name, tensor in read_pickled_tensors(file).items()}
 
 
-def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
-    """Return a head as a stateful model. tap_layers: the target's layers whose inputs it reads."""
+def convert_head_to_ir(head: HeadModule, tap_layers: list[int]) -> ov.Model:
+    """Return a head as a stateful model.
+
+    tap_layers: the target's layers whose inputs it reads; none for the lm_head's input.
+    """
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 
     layout = head.layout
@@ -299,12 +331,15 @@ def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
         port.get_tensor().set_names({name})
         port.get_node().set_friendly_name(name)
         port.get_node().set_partial_shape(ov.PartialShape(shape))  # type: ignore[attr-defined]
-    output_names = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT, "present.0.key", "present.0.value")
+    output_names = (*head.output_names, "present.0.key", "present.0.value")
     for port, name in zip(model.outputs, output_names, strict=True):
-        port.get_tensor().set_names({name})
-    write_target_ids(model, head.d2t.numpy() + np.arange(len(head.d2t)))
+        # Of MTP, the tensor with the target's states is an input and an output, and so has two names.
+        port.get_tensor().set_names({name} | {FUSION_INPUT} & port.get_names())
+    if head.target_ids is not None:
+        write_target_ids(model, head.target_ids)
     model.validate_nodes_and_infer_types()
-    patch_stateful_decoder(head.rotary.config, model)
+    patch_stateful_decoder(LlamaConfig(), model)
     model.set_rt_info(tap_layers, TARGET_LAYERS_INFO)
-    model.set_rt_info(True, ["eagle3_mode"])
+    if tap_layers:
+        model.set_rt_info(True, ["eagle3_mode"])
     return model

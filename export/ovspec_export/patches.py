@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -99,6 +100,16 @@ def adapt_optimum(model_type: str) -> JsonObject:
     for patch in family.patches:
         globals()[patch]()
     return {"experts_implementation": family.experts_implementation} if family.experts_implementation else {}
+
+
+def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which optimum's changes to the model's experts apply; nothing else of it needs any."""
+    if not any("experts" in name for name, _ in model.named_parameters()):
+        return contextlib.nullcontext()
+    from optimum.exporters.tasks import TasksManager
+
+    constructor = TasksManager._SUPPORTED_MODEL_TYPE[model_type]["openvino"]["text-generation-with-past"]
+    return constructor(model.config).patch_model_for_export(model)
 
 
 def refuse_missing_tensors() -> None:

@@ -40,6 +40,7 @@ from ovspec_export.head_layout import (
     map_to_eagle_head_name,
     read_head_layout,
 )
+from ovspec_export.mtp_layout import MTP_ARCHITECTURE, find_mtp_layers
 from ovspec_export.pickled import read_pickled_tensors
 from ovspec_export.quantised import check_quantisation
 
@@ -260,6 +261,47 @@ class HeadSource(Source):
         return super().weight_widths() | fusion_widths
 
 
+@dataclass(frozen=True)
+class MtpSource(HeadSource):
+    """The MTP layer in a checkpoint: beside its model, or alone."""
+
+    @functools.cached_property
+    def tensor_names(self) -> dict[str, str]:
+        """This package's names of its tensors, by their names in the checkpoint; empty if it has no such layer."""
+        config = self.config.get("text_config") or self.config
+        layers = find_mtp_layers(super().tensor_headers(), config)
+        return layers[0] if layers else {}
+
+    def tensor_headers(self) -> dict[str, JsonObject]:
+        """Return the headers of its tensors, by this package's names."""
+        headers = super().tensor_headers()
+        return {new_name: headers[name] for name, new_name in self.tensor_names.items()}
+
+    @property
+    def model_type(self) -> str:
+        """The family of its target."""
+        return str((self.config.get("text_config") or self.config).get("model_type"))
+
+    @property
+    def family(self) -> Family:
+        """How its target is exported."""
+        return find_family(self.model_type, self.name)
+
+    @property
+    def size_in_bytes(self) -> int:
+        """The size of its tensors in bytes."""
+        ranges = [tensor["data_offsets"] for tensor in self.tensor_headers().values()]
+        return sum(end - start for start, end in ranges)
+
+
+def find_own_mtp_layer(target: Source) -> MtpSource | None:
+    """Return the MTP layer that a checkpoint brings along, or None."""
+    if target.is_ir or isinstance(target, (GgufSource, HeadSource)):
+        return None
+    mtp_layer = MtpSource(f"{target.name}, MTP layer", target.path, False, target.revision)
+    return mtp_layer if mtp_layer.tensor_names else None
+
+
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
     """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
 
@@ -289,7 +331,10 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
 def make_source(folder: Path, name: str, revision: str) -> Source:
     """Return the model in a folder."""
     is_ir = holds_only_ir(folder)
-    if is_head_config(read_json(folder / "config.json")):
+    config = read_json(folder / "config.json")
+    if config.get("architectures") == [MTP_ARCHITECTURE] and not is_ir:
+        return MtpSource(name, folder, is_ir, revision)
+    if is_head_config(config) or config.get("architectures") == [MTP_ARCHITECTURE]:
         return HeadSource(name, folder, is_ir and not list(folder.glob(PICKLED_PATTERNS[0])), revision)
     return Source(name, folder, is_ir, revision)
 
@@ -328,6 +373,10 @@ def check_head_files(source: HeadSource, name: str) -> None:
     files = [*source.path.glob("model*.safetensors"), *source.pickled_files()]
     if not files:
         raise OvspecError(f"{name}: no model.safetensors and no pytorch_model.bin in it; download the head again.")
+    if isinstance(source, MtpSource):
+        if not source.tensor_names:
+            raise OvspecError(f"{name}: no MTP layer in it; download it again.")
+        return
     index_file = f"{'pytorch_model.bin' if source.pickled_files() else 'model.safetensors'}.index.json"
     check_shards(source.path, index_file, name)
     _ = source.layout
@@ -352,7 +401,7 @@ def check_source_config(source: Source, name: str) -> None:
     if (source.path / ADAPTER_FILE).is_file():
         raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
     check_quantisation(source.config, name)
-    if isinstance(source, HeadSource):
+    if isinstance(source, HeadSource) and not isinstance(source, MtpSource):
         check_head_supported(flatten_head_config(source.config), {}, name)
     if source.config.get("is_encoder_decoder"):
         raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")

@@ -25,6 +25,7 @@ TEXT_TENSOR_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
+    "mtp.": "mtp.",
     # Qwen 2 VL and 2.5 VL have no prefix.
     **{f"model.{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
 }

@@ -27,6 +27,8 @@ from ovspec_export.patches import apply_splits_in_turn, hide_torchvision, match_
 if TYPE_CHECKING:
     from openvino import Model
 
+    from ovspec_export.heads import HeadModule
+
 IR_NAME = "openvino_model"
 
 
@@ -41,7 +43,7 @@ def export_with_optimum(
     """Run 'optimum-cli export openvino', changed as the family needs it, and compare the IR with ``source``.
 
     The comparison comes before the weights are compressed, which changes the IR's logits. The inputs of the
-    checkpoint's ``tap_layers`` for a short text go to ``states_file``, for the comparison of a head.
+    checkpoint's ``tap_layers`` for a short text, or the lm_head's if there are none, go to ``states_file``, for the comparison of a head.
     """
     import argparse
 
@@ -64,7 +66,7 @@ def export_with_optimum(
         original_export(output=output, model_loading_kwargs=loading_options, **options)
         model = load_checkpoint_model(source, trust_remote_code, **loading_options)
         check_ir_agrees_with_model(model, output)
-        if tap_layers:
+        if tap_layers is not None:
             save_hidden_states(model, tap_layers, Path(states_file))
         del model
         for call_arguments in postponed_calls:
@@ -94,14 +96,51 @@ def convert_eagle_head(
     tap_layers: the target's layers whose inputs it reads. target: the target's checkpoint, or "". states_file: a file
     with these inputs for some text.
     """
-    import numpy as np
-    import openvino as ov
-
-    from ovspec_export.head_agreement import check_head_ir
     from ovspec_export.heads import convert_head_to_ir, load_head_checkpoint, read_target_embedding
 
     head = load_head_checkpoint(Path(source), name, read_target_embedding(Path(target)) if target else None)
     model = convert_head_to_ir(head, tap_layers)
+    save_head_ir(head, model, folder, weight_format, quantization, states_file)
+
+
+def convert_mtp_layer(
+    source: str,
+    name: str,
+    folder: str,
+    model_type: str,
+    target_ids: list[int] | None,
+    weight_format: str,
+    quantization: JsonObject,
+    states_file: str,
+) -> None:
+    """Write the MTP layer in the checkpoint ``source`` as an IR into ``folder``.
+
+    target_ids: the ids of the tokens that it can propose; None for all. states_file: a file with what the target's
+    lm_head reads for some text.
+    """
+    import numpy as np
+
+    from ovspec_export.heads import convert_head_to_ir
+    from ovspec_export.mtp import load_mtp_layer
+    from ovspec_export.patches import adapt_optimum, patch_for_tracing
+
+    adapt_optimum(model_type)
+    layer, layer_model = load_mtp_layer(Path(source), name)
+    layer.target_ids = None if target_ids is None else np.array(target_ids, dtype=np.int64)
+    with patch_for_tracing(layer_model, model_type):
+        model = convert_head_to_ir(layer, [])
+    save_head_ir(layer, model, folder, weight_format, quantization, states_file)
+
+
+def save_head_ir(
+    head: HeadModule, model: Model, folder: str, weight_format: str, quantization: JsonObject, states_file: str
+) -> None:
+    """Compare ``model`` with the ``head`` that it was made of, compress it, and write it into ``folder``."""
+    import numpy as np
+    import openvino as ov
+
+    from ovspec_export.head_agreement import check_head_ir
+
     check_head_ir(head, model, np.load(states_file) if Path(states_file).is_file() else None)
     if quantization:
         from optimum.intel import OVWeightQuantizationConfig
@@ -237,12 +276,14 @@ def subtract_startup_time(arguments: JsonObject) -> JsonObject:
 
 # Jobs of distillations, and the file that has each.
 DISTILL_MODULES = {"write_texts": "texts", "write_features": "features", "train_head": "head", "train_draft": "draft"}
+DISTILL_MODULES |= {"train_mtp": "mtp", "check_mtp_possible": "mtp"}
 DISTILL_MODULES |= {"measure_costs": "speedup_estimate", "measure_gain": "gain_benchmark"}
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
     for job in (
         export_with_optimum,
         convert_eagle_head,
+        convert_mtp_layer,
         unpack_gguf_weights,
         convert_tokenizer,
         save_first_layers,

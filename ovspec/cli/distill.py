@@ -20,6 +20,11 @@ from ovspec.params.option import OptionValue
 )
 @click.option("--topics", type=PATH_TYPE, metavar="FILE", help="What the model asks itself about: a topic a line.")
 @click.option(
+    "--kind",
+    type=click.Choice(("head", "mtp")),
+    help="What to make: an EAGLE-3 head, or a layer for multi-token prediction.  [default: head]",
+)
+@click.option(
     "--draft",
     metavar="DRAFT",
     help="Teach this draft model, or train this head further, instead of making a new head: a checkpoint folder, a hub "
@@ -81,6 +86,7 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
     Examples:
       ovspec distill my-model -o my-head
       ovspec distill my-model -o my-head --text notes/ --text src/ --minutes 60
+      ovspec distill my-model -o my-mtp --kind mtp --minutes 30
       ovspec distill my-model -o my-draft --draft org/small-model
       ovspec distill my-model -o my-draft --draft org/small-model --trim-vocabulary 8000
       ovspec generate my-model "Once upon a time" --draft my-head --stats

@@ -12,8 +12,10 @@ from ovspec.base.errors import OvspecError
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter
 
-# The draft exported with the target: any, one made of the target's layers, or an EAGLE-3 head.
-EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT = "draft", "self", "head"
+# The draft exported with the target: any, one made of the target's layers, an EAGLE-3 head, or the target's MTP layer.
+EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, MTP_DRAFT = "draft", "self", "head", "mtp"
+EXPORTED_DRAFTS = (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, MTP_DRAFT)
+NO_DRAFT = "none"
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class DraftChoice:
     """Up to two drafters, asked in the order lookup, user's drafter, model. A choice without any is false.
 
     user_drafter: a user's drafter, or a function that makes one for each session or batch.
-    model: the folder of the draft model or head; until the target's folder is known, ``EXPORTED_DRAFT``, ``SELF_DRAFT``
-        or ``HEAD_DRAFT``.
+    model: the folder of the draft model or head; until the target's folder is known, perhaps one of
+        ``EXPORTED_DRAFTS``.
     """
 
     lookup: bool = False
@@ -64,13 +66,13 @@ def parse_draft(draft: Any) -> DraftChoice | None:
             choice = replace(choice, model=EXPORTED_DRAFT)
         elif isinstance(chain_part, (str, Path)) and str(chain_part):
             choice = replace(
-                choice, model=chain_part if chain_part in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT) else Path(chain_part)
+                choice, model=chain_part if chain_part in EXPORTED_DRAFTS else Path(chain_part)
             )
         elif hasattr(chain_part, "propose") or callable(chain_part):
             choice = replace(choice, user_drafter=chain_part)
         else:
             raise OvspecError(
-                f"`draft={chain_part!r}` is not a draft: give a folder, lookup, head, self or none, or a Drafter."
+                f"`draft={chain_part!r}` is not a draft: give a folder, lookup, mtp, head, self or none, or a Drafter."
             )
     if (
         choice.lookup + (choice.user_drafter is not None) + (choice.model is not None) < len(chain_parts)
@@ -82,7 +84,7 @@ def parse_draft(draft: Any) -> DraftChoice | None:
 
 def split_draft_chain(draft: Any) -> list[Any]:
     """Return the parts of a chain; an empty list for "none"."""
-    if draft is None or draft is False or draft == "none":
+    if draft is None or draft is False or draft == NO_DRAFT:
         return []
     if isinstance(draft, str) and not Path(draft).is_dir():
         return [part.strip() for part in draft.split(",")]
@@ -94,7 +96,7 @@ def split_draft_chain(draft: Any) -> list[Any]:
 def is_chain_of_known_drafters(draft: str) -> bool:
     """Return whether each part of a chain is the name of a drafter or an existing folder."""
     chain_parts = [chain_part for chain_part in split_draft_chain(draft) if isinstance(chain_part, str)]
-    known_names = ("lookup", EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, "none")
+    known_names = ("lookup", *EXPORTED_DRAFTS, NO_DRAFT)
     return Path(draft).is_dir() or all(
         chain_part in known_names or Path(chain_part).is_dir() for chain_part in chain_parts
     )

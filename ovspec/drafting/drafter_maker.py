@@ -25,6 +25,7 @@ def make_drafter(
     target_width: int,
     corpora: list[NgramIndex],
     known_ids: KnownTokenIds,
+    head_name: str = "head",
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
@@ -35,6 +36,7 @@ def make_drafter(
         target_width: width of the target's logits.
         corpora: lookup may propose from these, too.
         known_ids: the ids that may be proposed.
+        head_name: the name that a head has as a drafter.
     """
     if not choice:
         return None
@@ -46,7 +48,7 @@ def make_drafter(
     if draft_decoder:
         trimmed_vocabulary = None if target_ids is None else TrimmedVocabulary(target_ids, target_width)
         if target_decoder:
-            drafters.append(HeadDrafter(HeadDecoder(draft_decoder, target_decoder), trimmed_vocabulary))
+            drafters.append(HeadDrafter(HeadDecoder(draft_decoder, target_decoder), trimmed_vocabulary, head_name))
         else:
             drafters.append(ModelDrafter(draft_decoder, trimmed_vocabulary))
     for drafter in drafters:

@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE-3 head on the target's own hidden states (Li et al., arXiv 2503.01840)."""
+"""Drafting with a head on the target's own hidden states: EAGLE-3 (Li et al., arXiv 2503.01840) or an MTP layer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class HeadDrafter(ModelDrafter):
     It needs the features of the text, so it doesn't propose where the target has much to read first.
     """
 
-    name = "head"
-
-    def __init__(self, decoder: HeadDecoder, trimmed_vocabulary: TrimmedVocabulary | None) -> None:
+    def __init__(self, decoder: HeadDecoder, trimmed_vocabulary: TrimmedVocabulary | None, name: str = "head") -> None:
         super().__init__(decoder, trimmed_vocabulary)
+        self.name = name
         self._head_decoder = decoder
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:

@@ -143,9 +143,15 @@ class ModelPair:
     def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
         target_ids = self.draft and self.draft.ir.target_ids
         feature_decoder = target if self.draft and self.draft.is_head else None
-        logits_width = self.target.ir.logits_width
         return make_drafter(
-            self.draft_choice, draft, feature_decoder, target_ids, logits_width, self.corpora, self._known_ids
+            self.draft_choice,
+            draft,
+            feature_decoder,
+            target_ids,
+            self.target.ir.logits_width,
+            self.corpora,
+            self._known_ids,
+            self.draft.proposer_name if self.draft else "",
         )
 
     def close(self) -> None:

@@ -27,9 +27,8 @@ from ovspec.ir.device import (
     parse_device_option,
 )
 from ovspec.ir.large_pages import LargePageMover
+from ovspec.ir.lm_head import find_lm_head
 
-# Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
-ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 # Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
 MODEL_READING_LOCK = threading.Lock()
 # Output of a head or a draft that proposes only some ids, a constant: the difference between a target's id and the
@@ -222,18 +221,6 @@ def find_state_variables(model: ov.Model) -> list[StateVariable]:
         width = math.prod(size.get_length() for size in info.data_shape if size.is_static)
         states.append(StateVariable(info.variable_id, batch_axis, sequence_axis, width))
     return sorted(states, key=lambda state: state.name)
-
-
-def find_lm_head(model: ov.Model) -> ov.Node | None:
-    """Return the MatMul that makes logits of hidden states, or None if it isn't found."""
-    node = model.output("logits").get_node().input_value(0).get_node()
-    while node.get_type_name() in ELEMENTWISE_OPERATIONS:
-        sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
-        computed_sources = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
-        if len(computed_sources) != 1:
-            return None
-        node = computed_sources[0]
-    return node if node.get_type_name() == "MatMul" else None
 
 
 def add_logits_index_input(model: ov.Model) -> bool:

@@ -1,15 +1,19 @@
-"""The graph of an EAGLE-3 head (Li et al., arXiv 2503.01840), and the parts that it and its target exchange.
+"""The graph of a head, and the parts that it and its target exchange.
 
-A head is one layer on its target's own hidden states. Its IR has two parts. One fuses hidden states of several of the
-target's layers into features; it is moved into the target, which then computes them for each token that it reads. The
-other proposes tokens from features; if it has no embedding of its own, it gets the target's.
+A head is one layer on its target's own hidden states: an EAGLE-3 head (Li et al., arXiv 2503.01840), or the layer for
+multi-token prediction (MTP) that a model brings along (DeepSeek-V3, arXiv 2412.19437). Its IR has two parts. One makes
+features of the target's hidden states; it is moved into the target, which then computes them for each token that it
+reads. EAGLE-3 fuses the inputs of several layers, and MTP takes the lm_head's input as it is. The other part proposes
+tokens from features; where it has no embedding or no lm_head of its own, it gets the target's.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
+import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
@@ -26,18 +30,26 @@ from ovspec.ir.compile import (
 )
 from ovspec.ir.config import read_model_config
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
+from ovspec.ir.lm_head import find_lm_head_input, find_logits_operations, keep_logits
 
 FEATURES_OUTPUT = "features"  # output added to a target, which the head reads with each token
 FUSION_INPUT = "target_hidden_states"  # input of the part that is moved into the target, whose output is FUSED
 FUSION_OUTPUT = "fused"
 HIDDEN_OUTPUT = "hidden"  # output of the head, which it reads with a token that has no features of the target yet
-TARGET_LAYERS_INFO = ["ovspec", "target_layers"]  # in the IR's rt_info: the layers of the target whose inputs are fused
+IDENTITY_SIZE = 32  # rows of a product that changes nothing
+# In the IR's rt_info: the layers of the target whose inputs are fused; none where the lm_head's input is taken.
+TARGET_LAYERS_INFO = ["ovspec", "target_layers"]
 
 
 def is_head_folder(folder: Path) -> bool:
     """Return whether the IR in ``folder`` is a head that ``ovspec export`` made."""
     file = folder / MODEL_FILE
     return file.is_file() and f'"{FUSION_INPUT}"'.encode() in file.read_bytes()
+
+
+def is_mtp_folder(folder: Path) -> bool:
+    """Return whether the IR in ``folder`` is an MTP layer that ``ovspec export`` made: it has no lm_head of its own."""
+    return is_head_folder(folder) and b'"logits"' not in (folder / MODEL_FILE).read_bytes()
 
 
 def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
@@ -51,22 +63,55 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
         OvspecError: the head was made for another model.
     """
     head_model = read_openvino_model(head)
-    layers = read_target_layers(head_model)
-    layer_inputs = find_target_layer_inputs(model, target, head)
-    if max(layers) >= len(layer_inputs):
-        problem = f"reads layer {max(layers)}, but its target has {len(layer_inputs)} layers"
-        raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
-    joined_hidden = ops.concat([layer_inputs[layer] for layer in layers], -1)
+    states = find_target_states(model, read_target_layers(head_model), target, head)
     fusion_parameter = head_model.input(FUSION_INPUT).get_node()
-    target_width = joined_hidden.get_output_partial_shape(0)[-1]
+    target_width = states.get_partial_shape()[-1]
     head_width = fusion_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:
         problem = f"reads {head_width} hidden states a token, but its target has {target_width}"
         raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
-    fusion_parameter.output(0).replace(joined_hidden.output(0))
-    features = head_model.output(FUSION_OUTPUT).get_node().input_value(0)
+    fusion_result = head_model.output(FUSION_OUTPUT).get_node()
+    fusion_parameter.output(0).replace(states)
+    features = fusion_result.input_value(0)
+    if features == states:
+        features = shield_from_output(states)
     add_output(model, features, FEATURES_OUTPUT)
     model.validate_nodes_and_infer_types()
+
+
+def find_target_states(model: ov.Model, layers: list[int], target: Path, head: Path) -> ov.Output:
+    """Return the hidden states that a head's features are made of, for each token that the target reads.
+
+    Args:
+        layers: those of the target whose inputs are joined; none for the lm_head's input.
+
+    Raises:
+        OvspecError: the head was made for another model.
+    """
+    if not layers:
+        final_states = find_lm_head_input(model)
+        if final_states is None:
+            raise OvspecError(f"{head}: a head can't be used with this target: its lm_head can't be found.")
+        return final_states
+    layer_inputs = find_target_layer_inputs(model, target, head)
+    if max(layers) >= len(layer_inputs):
+        problem = f"reads layer {max(layers)}, but its target has {len(layer_inputs)} layers"
+        raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
+    return ops.concat([layer_inputs[layer] for layer in layers], -1).output(0)
+
+
+def shield_from_output(states: ov.Output) -> ov.Output:
+    """Return hidden states [..., width] as they are, through a product with ones on the diagonal.
+
+    Where a CPU computes in bf16, it computes an output in f32, and so all before it up to a product. The product keeps
+    that from what the lm_head reads, too, which would change its bits.
+    """
+    width = states.get_partial_shape()[-1].get_length()
+    block_size = math.gcd(width, IDENTITY_SIZE)
+    identity = ops.constant(np.eye(block_size, dtype=np.float32))
+    blocks = ops.reshape(states, ops.constant([0, 0, width // block_size, block_size], dtype=ov.Type.i64), True)
+    shape = ops.constant([0, 0, width], dtype=ov.Type.i64)
+    return ops.reshape(ops.matmul(blocks, identity, False, False), shape, True).output(0)
 
 
 def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path) -> list[ov.Output]:
@@ -105,7 +150,7 @@ def read_target_layers(head: ov.Model) -> list[int]:
 
 
 def read_head_graph(folder: Path, target: Path) -> ModelGraph:
-    """Return the part of the head in ``folder`` that proposes, with the embedding of ``target`` if it has none.
+    """Return the part of the head in ``folder`` that proposes, with what it lacks of ``target``.
 
     It has the input ``logits_idx`` like other models, which also picks rows of ``HIDDEN_OUTPUT``.
 
@@ -115,8 +160,9 @@ def read_head_graph(folder: Path, target: Path) -> ModelGraph:
     model = read_openvino_model(folder)
     states = find_state_variables(model)
     target_ids = read_target_ids(model)
-    for output_name in (FUSION_OUTPUT, TARGET_IDS_OUTPUT):
-        model.remove_result(model.output(output_name).get_node())
+    if target_ids is not None:
+        model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
+    model.remove_result(model.output(FUSION_OUTPUT).get_node())
     model.remove_parameter(model.input(FUSION_INPUT).get_node())
     input_names = {name for port in model.inputs for name in port.names}
     if "input_ids" not in input_names:
@@ -125,8 +171,43 @@ def read_head_graph(folder: Path, target: Path) -> ModelGraph:
     picked_hidden = gather_rows_for_readers(model, hidden, list(hidden.get_target_inputs()))
     hidden.get_tensor().set_names(set())
     picked_hidden.get_tensor().set_names({HIDDEN_OUTPUT})
+    if is_mtp_layer(model):
+        add_output(model, use_target_lm_head(picked_hidden, target_ids, folder, target), "logits")
     model.validate_nodes_and_infer_types()
     return ModelGraph(model, states, True, target_ids)
+
+
+def is_mtp_layer(model: ov.Model) -> bool:
+    """Return whether a head is a layer for multi-token prediction, which has no lm_head of its own."""
+    return not any("logits" in port.names for port in model.outputs)
+
+
+def use_target_lm_head(hidden: ov.Output, target_ids: np.ndarray | None, folder: Path, target: Path) -> ov.Output:
+    """Return the logits of hidden states, computed by the lm_head of ``target``.
+
+    Args:
+        hidden: [1, n, width].
+        target_ids: the ids that have a logit, (n,) int64; None for all.
+        folder: the head's, for errors.
+
+    Raises:
+        OvspecError: the lm_head isn't found, can't be cut, or reads other hidden states.
+    """
+    try:
+        logits_operations = find_logits_operations(read_openvino_model(target))
+        if target_ids is not None:
+            keep_logits(logits_operations, target_ids)
+    except ValueError as error:
+        raise OvspecError(f"{folder}: a head can't be used with this target, because {error}.") from None
+    target_width = logits_operations[0].get_input_partial_shape(0)[-1]
+    head_width = hidden.get_partial_shape()[-1]
+    if target_width != head_width:
+        problem = f"gives its target's lm_head {head_width} values, but it reads {target_width}"
+        raise OvspecError(f"{folder}: the head {problem}; use it with the model that it was made for.")
+    logits_operations[0].input(0).replace_source_output(hidden)
+    for operation in logits_operations:
+        operation.validate_and_infer_types()
+    return logits_operations[-1].output(0)
 
 
 def use_target_embedding(model: ov.Model, folder: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from ovspec.ir.device import (
     parse_device_option,
     resolve_precision,
 )
-from ovspec.ir.heads import HIDDEN_OUTPUT, add_features_output
+from ovspec.ir.heads import HIDDEN_OUTPUT, add_features_output, is_mtp_folder
 from ovspec.setup.exactness import (
     SHORT_TRIAL,
     Exactness,
@@ -81,10 +82,12 @@ class CompiledModel:
     def is_head(self) -> bool:
         return HIDDEN_OUTPUT in self.ir.outputs
 
-    @property
+    @functools.cached_property
     def proposer_name(self) -> str:
         """The name under which it proposes for another model."""
-        return "head" if self.is_head else "draft"
+        if not self.is_head:
+            return "draft"
+        return "mtp" if is_mtp_folder(self.ir.folder) else "head"
 
     @property
     def arithmetic(self) -> Arithmetic:

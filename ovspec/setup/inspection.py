@@ -78,7 +78,7 @@ def describe_compiled_model(model: CompiledModel, options: DeviceOptions, export
     ir = model.ir
     folder = ir.folder
     rollback = model.rollback
-    model_type: str | None = "EAGLE-3 head"
+    model_type: str | None = "MTP layer" if model.proposer_name == "mtp" else "EAGLE-3 head"
     probe: ProbedRollback | None = None
     if not model.is_head:
         model_type = ir.config.language_config.model_type

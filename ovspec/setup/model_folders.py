@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.drafting.choice import EXPORTED_DRAFT, HEAD_DRAFT, SELF_DRAFT, DraftChoice, parse_draft
+from ovspec.drafting.choice import (
+    EXPORTED_DRAFT,
+    EXPORTED_DRAFTS,
+    HEAD_DRAFT,
+    MTP_DRAFT,
+    SELF_DRAFT,
+    DraftChoice,
+    parse_draft,
+    split_draft_chain,
+)
 from ovspec.ir.compile import check_ir_folder, has_trimmed_vocabulary
-from ovspec.ir.heads import is_head_folder
+from ovspec.ir.heads import is_head_folder, is_mtp_folder
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, restore_backup
 from ovspec.text.pairing import check_same_vocabulary
 
@@ -29,7 +38,8 @@ def resolve_model_folder(model: str | Path | None) -> Path:
     restore_backup(folder)
     check_ir_folder(folder)
     if is_head_folder(folder):
-        raise OvspecError(f"{folder}: an EAGLE-3 head, not a model; name its target, and the head as the draft.")
+        kind = "an MTP layer" if is_mtp_folder(folder) else "an EAGLE-3 head"
+        raise OvspecError(f"{folder}: {kind}, not a model; name its target, and this as the draft.")
     if has_trimmed_vocabulary(folder):
         raise OvspecError(f"{folder}: a draft with a trimmed vocabulary; name its target, and this as the draft.")
     return folder
@@ -43,8 +53,9 @@ def export_model_and_draft(model: str | Path | None, draft: Any) -> tuple[Path, 
         raise OvspecError("`export=True` needs the draft's checkpoint by name, not `draft=True` or a Drafter.")
     from ovspec.setup.exporting import export_to_cache
 
-    if not draft or draft in ("none", "lookup"):
-        return export_to_cache(str(model), None), draft
+    drafters = set(split_draft_chain(draft)) - {"lookup"}
+    if drafters <= {MTP_DRAFT}:  # which the export keeps by itself
+        return export_to_cache(str(model), MTP_DRAFT if drafters else None), draft
     return export_to_cache(str(model), str(draft)), True
 
 
@@ -53,13 +64,15 @@ def resolve_draft(
 ) -> DraftChoice | None:
     """Return ``draft_choice`` with the folder of the draft that was exported with the target in ``folder``.
 
-    Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, or not
-    a head, as "head" does.
+    Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, no
+    EAGLE-3 head, as "head" does, or not the target's MTP layer, as "mtp" does.
     """
-    if not draft_choice or draft_choice.model not in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT):
+    if not draft_choice or draft_choice.model not in EXPORTED_DRAFTS:
         return draft_choice
     draft_folder = folder / DRAFT_FOLDER
     if not draft_folder.is_dir():
+        if draft_choice.model == MTP_DRAFT:
+            raise OvspecError(f"{folder}: it was exported without an MTP layer; export it again if its model has one.")
         proposer_name = "head" if draft_choice.model == HEAD_DRAFT else "draft"
         raise OvspecError(
             f"{folder}: it was exported without a {proposer_name}; name one, or export it again with one."
@@ -69,8 +82,13 @@ def resolve_draft(
         raise OvspecError(
             f"{draft_folder}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
         )
-    if draft_choice.model == HEAD_DRAFT and not is_head_folder(draft_folder):
-        raise OvspecError(f"{draft_folder}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
+    is_mtp = is_mtp_folder(draft_folder)
+    if draft_choice.model == HEAD_DRAFT and (is_mtp or not is_head_folder(draft_folder)):
+        kind = "an MTP layer" if is_mtp else "a draft model"
+        name = MTP_DRAFT if is_mtp else EXPORTED_DRAFT
+        raise OvspecError(f"{draft_folder}: {kind}, not an EAGLE-3 head; name it '{name}', or export a head.")
+    if draft_choice.model == MTP_DRAFT and not is_mtp:
+        raise OvspecError(f"{draft_folder}: not an MTP layer; name it 'draft', or export the model without another.")
     return replace(draft_choice, model=draft_folder)
 
 

@@ -18,7 +18,7 @@ from compiling import compile_once
 from conftest import DRAFT, PROMPTS, Reference, made_once
 from moves import moving_texts
 from ovspec_export import draft_vocabulary
-from ovspec_export.distill.trimming import choose_most_used_ids
+from ovspec_export.draft_vocabulary import choose_most_used_ids
 from ovspec_export.draft_vocabulary import trim_ir
 
 import ovspec

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from ovspec_export.sources import Source
 from ovspec_export.worker import round_weights
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, find_lm_head, read_target_ids, write_target_ids
+from ovspec.ir import lm_head
+from ovspec.ir.compile import MODEL_FILE, read_target_ids, write_target_ids
 from ovspec.ir.device import openvino_core
+from ovspec.ir.lm_head import find_lm_head
 
 VOCAB, WIDTH = 301, 64  # an odd number of rows
 IDS = np.array([0, 3, 4, 77, 150, 299, 300])
@@ -112,15 +115,17 @@ def swapped_halves(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
     return ov.op.Constant(turned, shared_memory=False)
 
 
-ENTRIES = draft_vocabulary.select_constant_entries
-BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
+ENTRIES = lm_head.select_constant_entries
+BUGS: dict[str, tuple[ModuleType, str, Callable[..., Any]]] = {
     "next rows": (
+        lm_head,
         "select_constant_entries",
         lambda constant, axis, ids: ENTRIES(constant, axis, np.minimum(ids + 1, VOCAB - 1)),
     ),
-    "swapped halves": ("select_constant_entries", swapped_halves),
-    "other ids": ("write_target_ids", lambda model, ids: write_target_ids(model, np.roll(ids, 1))),
+    "swapped halves": (lm_head, "select_constant_entries", swapped_halves),
+    "other ids": (draft_vocabulary, "write_target_ids", lambda model, ids: write_target_ids(model, np.roll(ids, 1))),
     "bias of the first ids": (
+        lm_head,
         "select_constant_entries",
         lambda constant, axis, ids: ENTRIES(constant, axis, np.arange(len(ids)) if axis == -1 else ids),
     ),
@@ -140,7 +145,7 @@ def test_planted_bugs_are_found(
 ) -> None:
     made, rows, whole = with_bias
     folder = shutil.copytree(made, tmp_path / "ir")
-    monkeypatch.setattr(draft_vocabulary, *BUGS[bug])
+    monkeypatch.setattr(*BUGS[bug])
     trim_ir(folder, IDS, "draft")
     with pytest.raises(AssertionError):
         check(folder, rows, whole)
@@ -150,11 +155,11 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """Nothing is written then."""
     folder = write_model(tmp_path / "ir", "int8_asym", "own")
     before = (folder / MODEL_FILE).read_bytes()
-    monkeypatch.setattr(draft_vocabulary, "ELEMENTWISE_OPERATIONS", {"Convert"})
+    monkeypatch.setattr(lm_head, "WEIGHT_OPERATIONS", {"Convert"})
     told = "x: its vocabulary can't be trimmed, because its lm_head is made by Multiply; choose another draft"
     with pytest.raises(OvspecError, match=told):
         trim_ir(folder, IDS, "x")
-    monkeypatch.setattr(draft_vocabulary, "find_lm_head", lambda _: None)
+    monkeypatch.setattr(lm_head, "find_lm_head", lambda _: None)
     with pytest.raises(OvspecError, match="because its lm_head can't be found in the graph"):
         trim_ir(folder, IDS, "x")
     assert (folder / MODEL_FILE).read_bytes() == before and len([*folder.iterdir()]) == 2

@@ -15,6 +15,7 @@ RECORD_FILE = "distill.json"
 CARD_FILE = "README.md"
 KIND_TITLES = {
     "head": "An EAGLE-3 head",
+    "mtp": "A layer for multi-token prediction (MTP)",
     "draft": "A draft model",
     "trimmed draft": "A draft model with a smaller vocabulary",
 }
@@ -38,7 +39,7 @@ class ResultRecord:
     """The result of a distillation, and how it was made.
 
     run: tells runs apart; a stopped one replaces its own result when it goes on.
-    kind: "head", "draft" or "trimmed draft". model, revision: the target's name and revision. draft: what was taught.
+    kind: a ``ResultKind``. model, revision: the target's name and revision. draft: what was taught.
     complete: whether the time or the tokens that were asked for are reached.
     seconds: of each stage. tokens: trained on, counted as often as they were read.
     data: what was learnt from, by its source. held_out: what was only judged on.
@@ -84,7 +85,7 @@ def format_card(record: ResultRecord, result_name: str) -> str:
     revision_note = f", revision {record.revision[:12]}" if record.revision else ""
     origin_sentence = f" It was made of {record.draft}." if record.draft else ""
     head_sentence = (
-        " It reads the model's own hidden states and works with no other model." if record.kind == "head" else ""
+        " It reads the model's own hidden states and works with no other model." if record.kind in ("head", "mtp") else ""
     )
     sections = [
         f"# {KIND_TITLES[record.kind]} for {record.model}",

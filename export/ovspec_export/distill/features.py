@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import open_replacement
-from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_state_variables, read_openvino_model
+from ovspec.ir.compile import add_output, compile_ir, find_state_variables, read_openvino_model
 from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
+from ovspec.ir.lm_head import find_lm_head
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import Document, read_documents
 from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_TABLES_FILE
@@ -62,7 +63,7 @@ class Example:
 def write_features(
     model: str,
     work_folder: str,
-    layers: list[int],
+    layers: list[int] | None,
     seconds: float,
     max_bytes: float,
     checkpoint: str = "",
@@ -74,7 +75,8 @@ def write_features(
 
     Args:
         model: the exported target.
-        layers: the target's layers whose inputs are kept; none for a draft model, which learns from choices alone.
+        layers: the target's layers whose inputs are kept, beside what its lm_head reads; None for a draft model, which
+            learns from choices alone.
         checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
         model_type: its family.
     """
@@ -84,7 +86,7 @@ def write_features(
     documents = read_documents(Path(work_folder) / DOCUMENTS_FILE)
     shards = list_shards(features_folder)
     done_count = count_documents(shards)
-    if layers and not (Path(work_folder) / TARGET_TABLES_FILE).is_file():
+    if layers is not None and not (Path(work_folder) / TARGET_TABLES_FILE).is_file():
         write_embedding_and_lm_head(Path(model), Path(work_folder) / TARGET_TABLES_FILE)
     stored_bytes = sum(shard.file.stat().st_size for shard in shards)
     if checkpoint:
@@ -178,7 +180,12 @@ class Examples(Sequence[Example]):
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
         span = self.spans[index]
-        return Example(span.document, *span.read_tensors("ids", "features", "final", "choices", "logprobs"))
+        ids, features, final_states, choices, logprobs = span.read_tensors(
+            "ids", "features", "final", "choices", "logprobs"
+        )
+        if not features.shape[1]:  # an MTP layer's, which reads what the lm_head reads
+            features = final_states
+        return Example(span.document, ids, features, final_states, choices, logprobs)
 
 
 def read_examples(work: Path, held_out: bool) -> Examples:
@@ -200,7 +207,7 @@ def read_examples(work: Path, held_out: bool) -> Examples:
     return Examples([span for span in spans if span.document.held_out == held_out])
 
 
-def make_openvino_computation(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
+def make_openvino_computation(model: Path, layers: list[int] | None) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids."""
     options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
     compiled_model = compile_ir(
@@ -226,7 +233,7 @@ def make_openvino_computation(model: Path, layers: list[int]) -> Callable[[list[
 
 
 def make_torch_computation(
-    checkpoint: str, model_type: str, layers: list[int], device: str, trust_remote_code: bool
+    checkpoint: str, model_type: str, layers: list[int] | None, device: str, trust_remote_code: bool
 ) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids, with the checkpoint in torch."""
     from ovspec_export.patches import adapt_optimum
@@ -240,12 +247,13 @@ def make_torch_computation(
     @torch.no_grad()
     def compute_tensors(ids: list[int]) -> dict[str, Tensor]:
         input_ids = torch.tensor([ids], device=device)
-        model_output = model(input_ids=input_ids, use_cache=False, output_hidden_states=bool(layers))
+        model_output = model(input_ids=input_ids, use_cache=False, output_hidden_states=layers is not None)
         logprobs, choices = model_output.logits[0].float().log_softmax(-1).topk(CHOICE_COUNT)
         tensors = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
-        if layers:
+        if layers is not None:
             hidden_states = model_output.hidden_states  # what each layer reads, and last what the lm_head reads
-            tensors["features"] = torch.cat([hidden_states[layer][0] for layer in layers], -1).cpu()
+            if layers:
+                tensors["features"] = torch.cat([hidden_states[layer][0] for layer in layers], -1).cpu()
             tensors["final"] = hidden_states[-1][0].cpu()
         return make_shard_tensors(ids, tensors)
 
@@ -264,8 +272,8 @@ def make_shard_tensors(ids: list[int], outputs: dict[str, Tensor]) -> dict[str, 
     return {"ids": torch.tensor(ids, dtype=torch.int32), **tensors}
 
 
-def replace_logits_by_shard_outputs(model: ov.Model, layers: list[int]) -> None:
-    """Add the outputs features and final, if there are layers to read, choices and logprobs, in place of the logits."""
+def replace_logits_by_shard_outputs(model: ov.Model, layers: list[int] | None) -> None:
+    """Add the outputs features, final, choices and logprobs in place of the logits; see ``write_features``."""
     logits_result = model.output("logits").get_node()
     logprobs = ops.log_softmax(logits_result.input_value(0), -1)
     top_choices = ops.topk(logprobs, ops.constant(CHOICE_COUNT, dtype=ov.Type.i64), -1, "max", "value")
@@ -273,6 +281,7 @@ def replace_logits_by_shard_outputs(model: ov.Model, layers: list[int]) -> None:
     if layers:
         layer_inputs = find_layer_inputs(model, find_state_variables(model))
         outputs["features"] = ops.concat([layer_inputs[layer] for layer in layers], -1).output(0)
+    if layers is not None:
         outputs["final"] = require_lm_head(model).input_value(0)
     for name, output in outputs.items():
         add_output(model, output, name)

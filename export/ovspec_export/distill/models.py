@@ -10,25 +10,32 @@ import openvino as ov
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import print_note
-from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights_file, find_lm_head, read_model_graph
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights_file, read_model_graph
 from ovspec.ir.heads import check_layers_have_states, find_target_layer_inputs
+from ovspec.ir.lm_head import find_lm_head
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
-from ovspec_export.distill.trimming import check_trimmable, choose_most_used_ids
+from ovspec_export.distill.trimming import check_trimmable
+from ovspec_export.draft_vocabulary import choose_most_used_ids
 from ovspec_export.head_fit import check_head_fits
 from ovspec_export.head_layout import choose_new_head_tap_layers
-from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
+from ovspec_export.sources import GgufSource, HeadSource, MtpSource, Source, find_source
 from ovspec_export.tokenizers import check_pair_vocabularies
 
-ResultKind = Literal["head", "draft", "trimmed draft"]
+HeadKind = Literal["head", "mtp"]
+ResultKind = Literal["head", "mtp", "draft", "trimmed draft"]
 
 
 def choose_kind_draft_and_layers(
-    target: Source, draft_name: str | None, trim_vocabulary: int | None, draft_vocabulary: int | None
-) -> tuple[ResultKind, Source | None, list[int]]:
+    target: Source,
+    kind: HeadKind | None,
+    draft_name: str | None,
+    trim_vocabulary: int | None,
+    draft_vocabulary: int | None,
+) -> tuple[ResultKind, Source | None, list[int] | None]:
     """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
 
     Args:
-        draft_name: the option ``draft``. trim_vocabulary, draft_vocabulary: the options of these names.
+        kind: the option of this name. draft_name: the option ``draft``. trim_vocabulary, draft_vocabulary: the options of these names.
 
     Raises:
         OvspecError: the draft doesn't fit the target or can't be used, or the target can't have a head.
@@ -39,21 +46,32 @@ def choose_kind_draft_and_layers(
     for_head = not trim_vocabulary and (draft is None or isinstance(draft, HeadSource))
     if not for_head and draft_vocabulary:
         raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
-    if target.is_ir:
-        check_target_ir(target.path, target.name, for_head)
-    elif for_head:
-        check_target_checkpoint(target)
-    if isinstance(draft, HeadSource) and not trim_vocabulary:
-        return "head", draft, check_head_fits(target, draft)
-    if draft is None:
-        return "head", None, choose_new_head_tap_layers(require_config_number(target, "layers"))
-    kind: ResultKind = "draft"
+    draft_kind: ResultKind = kind or "head"
     if trim_vocabulary:
-        kind = "trimmed draft"
+        draft_kind = "trimmed draft"
+    elif draft:
+        draft_kind = "draft"
+        if isinstance(draft, HeadSource):
+            draft_kind = "mtp" if isinstance(draft, MtpSource) else "head"
+    if kind and kind != draft_kind:
+        kind_text = {"head": "an EAGLE-3 head", "mtp": "an MTP layer"}[kind]
+        raise OvspecError(f"`kind={kind!r}` makes {kind_text}, which `draft` is not; leave out one of the two.")
+    if target.is_ir:
+        check_target_ir(target.path, target.name, draft_kind)
+    elif draft_kind == "head":
+        check_target_checkpoint(target)
+    if for_head and draft:
+        assert isinstance(draft, HeadSource)
+        return draft_kind, draft, check_head_fits(target, draft)
+    if draft_kind == "mtp":
+        return draft_kind, None, []
+    if draft is None:
+        return draft_kind, None, choose_new_head_tap_layers(require_config_number(target, "layers"))
+    if trim_vocabulary:
         check_trimmable(draft)
         choose_most_used_ids([], trim_vocabulary, require_config_number(draft, "vocab"))  # which refuses a wrong number
     check_pair_vocabularies(target, draft, trust_remote_code=False)
-    return kind, draft, []
+    return draft_kind, draft, None
 
 
 def require_config_number(source: Source, config_key: str) -> int:
@@ -65,16 +83,16 @@ def require_config_number(source: Source, config_key: str) -> int:
     return number
 
 
-def check_target_ir(folder: Path, name: str, for_head: bool) -> None:
+def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
     """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
     check_ir_folder(folder)
     check_weights_file(folder / MODEL_FILE)
 
     def check_graph(model: ov.Model) -> None:
-        if for_head:
+        if kind == "head":
             find_target_layer_inputs(model, folder, Path(name))
-            if find_lm_head(model) is None:
-                raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
+        if kind in ("head", "mtp") and find_lm_head(model) is None:
+            raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
 
     read_model_graph(folder, check_graph)
 

@@ -19,6 +19,7 @@ from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import describe_failure, estimate_disk_space
 from ovspec_export.distill.folder_checks import check_folders_apart, check_result_folder, check_text_files
 from ovspec_export.distill.models import (
+    HeadKind,
     ResultKind,
     choose_kind_draft_and_layers,
     find_target_origin,
@@ -26,8 +27,9 @@ from ovspec_export.distill.models import (
 )
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.work_folder import DistillSettings, check_settings, read_work_header
+from ovspec_export.draft_vocabulary import read_proposed_ids
 from ovspec_export.folders import check_disk_space
-from ovspec_export.sources import HeadSource, Source, find_source
+from ovspec_export.sources import HeadSource, MtpSource, Source, find_source
 
 DEFAULT_DRAFT_VOCABULARY = 16384
 DEFAULT_MINUTES = 180.0
@@ -46,6 +48,7 @@ class DistillOptions:
     output: the folder to write.
     text: files and folders with texts and chats to learn from, beside what the model writes itself.
     topics: a file with a topic a line, for the questions that the model asks itself.
+    kind: "head" to make an EAGLE-3 head, which is the default without a draft, or "mtp" to make an MTP layer.
     draft: a draft model to teach, or a head to train further; without one, a head is made.
     trim_vocabulary: how many ids the draft keeps; it is not taught then.
     draft_vocabulary: how many ids a head can propose.
@@ -61,6 +64,7 @@ class DistillOptions:
     output: Path
     text: tuple[Path, ...] = ()
     topics: Path | None = None
+    kind: HeadKind | None = None
     draft: str | None = None
     trim_vocabulary: int | None = None
     draft_vocabulary: int | None = None
@@ -79,7 +83,7 @@ class DistillPlan:
     target: the model as it was given. origin: the name and revision of the checkpoint behind it.
     torch_checkpoint: the target's, if torch is to compute hidden states on another device.
     draft: a checkpoint, or None; to be trimmed, perhaps an IR.
-    tap_layers: those of the target whose inputs a head reads; none for a draft model.
+    tap_layers: those of the target whose inputs a head reads; none of them for an MTP layer, and None for a draft model.
     """
 
     options: DistillOptions
@@ -90,7 +94,7 @@ class DistillPlan:
     origin: tuple[str, str | None]
     torch_checkpoint: Source | None
     draft: Source | None
-    tap_layers: list[int]
+    tap_layers: list[int] | None
     settings: DistillSettings
 
     @property
@@ -100,7 +104,7 @@ class DistillPlan:
 
     @property
     def makes_head(self) -> bool:
-        return self.kind == "head"
+        return self.kind in ("head", "mtp")
 
     @property
     def budget_seconds(self) -> float:
@@ -112,6 +116,9 @@ class DistillPlan:
     @property
     def draft_vocab_size(self) -> int:
         """How many ids a head can propose; one that is trained further keeps their number."""
+        if isinstance(self.draft, MtpSource):
+            ids = read_proposed_ids(self.draft, self.target)
+            return self.options.draft_vocabulary or (DEFAULT_DRAFT_VOCABULARY if ids is None else len(ids))
         if isinstance(self.draft, HeadSource):
             return self.options.draft_vocabulary or self.draft.layout.draft_vocab_size
         return self.options.draft_vocabulary or DEFAULT_DRAFT_VOCABULARY
@@ -134,7 +141,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
         raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
     check_folders_apart(target, output, work_folder)
     kind, draft, tap_layers = choose_kind_draft_and_layers(
-        target, options.draft, options.trim_vocabulary, options.draft_vocabulary
+        target, options.kind, options.draft, options.trim_vocabulary, options.draft_vocabulary
     )
     settings = DistillSettings(
         model=hash_model_and_tokenizer(target.path) if target.is_ir else target.revision,
@@ -143,6 +150,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
         draft=f"{draft.name} {draft.revision}" if draft else None,
         trim_vocabulary=options.trim_vocabulary,
         draft_vocabulary=options.draft_vocabulary,
+        kind=kind if kind == "mtp" else None,
     )
     check_settings(work_folder, work_header, settings)
     torch_checkpoint = find_torch_checkpoint(target) if options.torch_device != "cpu" else None
@@ -220,16 +228,17 @@ def estimate_memory(plan: DistillPlan) -> float:
 
 def count_trained_weights(plan: DistillPlan) -> float:
     """Return the number of weights of the result."""
-    if isinstance(plan.draft, HeadSource):
+    if isinstance(plan.draft, HeadSource) and not isinstance(plan.draft, MtpSource):
         return float(sum(map(count_elements, plan.draft.layout.tensor_shapes().values())))
     if plan.draft:
         return float(plan.draft.parameter_count)
     hidden_size = plan.target.get_config_number("hidden") or 0
     vocab_size = plan.target.get_config_number("vocab") or 0
+    tap_layers = plan.tap_layers or [0]  # an MTP layer is about as large as a head
     head_config = make_head_config(
-        plan.target.config, vocab_size, hidden_size, plan.tap_layers, min(plan.draft_vocab_size, vocab_size)
+        plan.target.config, vocab_size, hidden_size, tap_layers, min(plan.draft_vocab_size, vocab_size)
     )
-    return float(sum(map(count_elements, make_head_layout(head_config, plan.tap_layers).tensor_shapes().values())))
+    return float(sum(map(count_elements, make_head_layout(head_config, tap_layers).tensor_shapes().values())))
 
 
 def count_elements(shape: list[int]) -> int:

@@ -8,13 +8,13 @@ from pathlib import Path
 from ovspec.base.files import rename_with_retries
 from ovspec.setup.identity import compute_files_revision
 from ovspec_export.compression import INT8
-from ovspec_export.convert import check_converted_files, convert_head, convert_source
+from ovspec_export.convert import check_converted_files, convert_head, convert_mtp_layer, convert_source
 from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.stages import find_exported_target, find_working_draft
 from ovspec_export.distill.work_folder import EXPORTING_STAGE, WorkFolder
 from ovspec_export.draft_vocabulary import read_proposed_ids, trim_ir
 from ovspec_export.head_fit import check_head_fits
-from ovspec_export.sources import HeadSource, Source, copy_missing_files, make_source
+from ovspec_export.sources import HeadSource, MtpSource, Source, copy_missing_files, make_source
 
 
 def export_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
@@ -32,15 +32,11 @@ def export_draft(plan: DistillPlan, work_folder: WorkFolder, draft: Source, ir_f
     partial_folder = work_folder.scratch_folder / ir_folder.name
     target = find_exported_target(plan, work_folder)
     shutil.rmtree(partial_folder, ignore_errors=True)
-    if isinstance(draft, HeadSource):
-        convert_head(
-            draft,
-            partial_folder,
-            INT8,
-            target,
-            check_head_fits(target, draft),
-            work_folder.scratch_folder / "no states",
-        )
+    no_states = work_folder.scratch_folder / "no states"
+    if isinstance(draft, MtpSource):
+        convert_mtp_layer(draft, partial_folder, INT8, read_proposed_ids(draft, target), no_states)
+    elif isinstance(draft, HeadSource):
+        convert_head(draft, partial_folder, INT8, target, check_head_fits(target, draft), no_states)
     else:
         convert_source(draft, partial_folder, INT8)
         proposed_ids = read_proposed_ids(draft, target)

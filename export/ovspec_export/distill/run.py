@@ -16,6 +16,7 @@ from ovspec.base.files import rename_with_retries
 from ovspec.base.progress import print_note, show_step
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
+from ovspec_export.convert import run_worker_job
 from ovspec_export.distill import stages
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.gain_benchmark import MAX_GENERATED_TOKENS, MAX_PROMPTS
@@ -23,7 +24,7 @@ from ovspec_export.distill.models import check_target_ir, require_config_number
 from ovspec_export.distill.outcome import DistillOutcome, finish_distillation, write_partial_result
 from ovspec_export.distill.plan import DistillOptions, DistillPlan, count_trained_weights, make_plan
 from ovspec_export.distill.speedup_estimate import estimate_speedup, estimate_step_share
-from ovspec_export.distill.trimming import choose_most_used_ids, compute_missing_share, trim_draft_model
+from ovspec_export.distill.trimming import compute_missing_share, trim_draft_model
 from ovspec_export.distill.work_folder import (
     COSTS_STAGE,
     DATA_STAGES,
@@ -35,6 +36,7 @@ from ovspec_export.distill.work_folder import (
     delete_work_folder,
     lock_work_folder,
 )
+from ovspec_export.draft_vocabulary import choose_most_used_ids
 from ovspec_export.export import ensure_readable_checkpoint, export_pair
 
 FIRST_ROUND_SECONDS = 360.0
@@ -77,10 +79,13 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
             with work_folder.time_stage(EXPORTING_STAGE):
                 export_pair(plan.options.model, None, work_folder.target_folder, INT8)
         try:
-            check_target_ir(work_folder.target_folder, plan.target.name, plan.makes_head)
+            check_target_ir(work_folder.target_folder, plan.target.name, plan.kind)
         except OvspecError:
             delete_work_folder(work_folder)  # which is of no use
             raise
+    if plan.kind == "mtp" and not plan.draft:
+        target = stages.find_exported_target(plan, work_folder)
+        run_worker_job("check_mtp_possible", target, work_folder.scratch_folder, model=str(target.path))
     if plan.draft and plan.kind == "draft" and not work_folder.draft_checkpoint.is_dir():
         partial_folder = work_folder.scratch_folder / "draft"
         if ensure_readable_checkpoint(plan.draft, partial_folder, "bf16") is not plan.draft:

@@ -82,10 +82,11 @@ def run_training_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float,
     common_arguments["tokens"] = plan.options.tokens or UNLIMITED_TOKENS
     if plan.makes_head:
         target = find_exported_target(plan, work_folder)
-        head_arguments = {"layers": plan.tap_layers, "draft_vocabulary": plan.draft_vocab_size}
+        head_arguments: JsonObject = {"draft_vocabulary": plan.draft_vocab_size}
         head_arguments |= {"start_checkpoint": str(plan.draft.path) if isinstance(plan.draft, HeadSource) else ""}
+        head_arguments |= {"layers": plan.tap_layers} if plan.kind == "head" else {}
         return run_worker_job(
-            "train_head",
+            "train_head" if plan.kind == "head" else "train_mtp",
             target,
             work_folder.scratch_folder,
             on_progress,

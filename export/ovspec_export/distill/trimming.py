@@ -15,49 +15,16 @@ from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import MANIFEST_FILE, ExportedModel, Manifest
 from ovspec_export.compression import INT8
 from ovspec_export.convert import copy_ir_files
-from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_draft_vocabulary
+from ovspec_export.draft_vocabulary import concatenate_ids, is_trimmed, trim_ir, write_draft_vocabulary
 from ovspec_export.folders import check_disk_space, check_output_folder, open_partial_folder
 from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 from ovspec_export.sources import GgufSource, HeadSource, Source, copy_model_files
-
-MIN_IDS = 64  # ids; with fewer, hardly anything can be proposed
-
-
-def choose_most_used_ids(
-    texts: Iterable[Sequence[int]], count: int, vocab_size: int, special_ids: Iterable[int] = ()
-) -> np.ndarray:
-    """Return the ``count`` ids that texts use most, sorted, (count,) int64.
-
-    Args:
-        texts: token ids of what the target reads and writes.
-        count: as many ids.
-        vocab_size: the draft's number of ids. If the texts use too few, the smallest of the others are added: those are
-            the most frequent ones in vocabularies of merges.
-        special_ids: ids of special tokens, which are kept if the texts use them at all.
-
-    Raises:
-        OvspecError: so many ids can't be kept.
-    """
-    if not MIN_IDS <= count <= vocab_size:
-        valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the draft's number of ids"
-        raise OvspecError(f"`trim_vocabulary` is {count}; {valid_counts_text}.")
-    id_counts = np.bincount(concatenate_ids(texts), minlength=vocab_size)[:vocab_size]
-    used_special_ids = np.array(
-        [token_id for token_id in special_ids if token_id < vocab_size and id_counts[token_id]], dtype=np.int64
-    )
-    id_counts[used_special_ids] += id_counts.max()
-    return np.sort(np.argsort(-id_counts, kind="stable")[:count])
 
 
 def compute_missing_share(texts: Iterable[Sequence[int]], ids: np.ndarray) -> float:
     """Return the share of the tokens of ``texts``, answers of the target, that are not among ``ids`` (n,)."""
     tokens = concatenate_ids(texts)
     return float(np.isin(tokens, ids, invert=True).mean()) if len(tokens) else 0.0
-
-
-def concatenate_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
-    """Return the ids of all texts, (n,) int64."""
-    return np.concatenate([np.empty(0, np.int64), *(np.asarray(text, np.int64) for text in texts)])
 
 
 def check_trimmable(draft: Source) -> None:

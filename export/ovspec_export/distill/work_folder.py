@@ -40,7 +40,8 @@ GAIN_STAGE = "measuring"
 class DistillSettings:
     """What decides which files a work folder holds.
 
-    model: identity of the target. text, topics: files and folders. draft: its checkpoint's name.
+    model: identity of the target. text, topics: files and folders. draft: its checkpoint's name. kind: "mtp", or None
+    for what was there before it.
     """
 
     model: str
@@ -49,6 +50,7 @@ class DistillSettings:
     draft: str | None
     trim_vocabulary: int | None
     draft_vocabulary: int | None
+    kind: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,124 @@
+"""Teach an MTP layer: a new one, or one that was trained before. The target's lm_head stays as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_json
+from ovspec.base.json_types import JsonObject
+from ovspec_export.distill.features import Example, read_examples
+from ovspec_export.distill.head import HeadStudent, choose_draft_ids
+from ovspec_export.distill.head_initialization import INITIAL_CONFIDENCE, compute_rms_sizes, fit_linear_guess
+from ovspec_export.distill.training import TrainingLimits, train_student
+from ovspec_export.distill.work_folder import TARGET_TABLES_FILE, TRAINING_STATE_FILE
+from ovspec_export.draft_vocabulary import write_draft_vocabulary
+from ovspec_export.mtp import MtpLayer, load_mtp_layer, make_new_mtp_layer, save_mtp_layer
+
+UNSUPPORTED = "an MTP layer can't be made for models of its family; make a head"
+
+
+class MtpStudent(HeadStudent):
+    """An MTP layer that learns, by the loss of a head."""
+
+    module: MtpLayer
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write the layer as a checkpoint of its own, with the ids that it proposes."""
+        save_mtp_layer(self.module, self.config, folder)
+        write_draft_vocabulary(folder, self.target_ids.cpu().numpy())
+
+
+def train_mtp(
+    model: str,
+    work_folder: str,
+    seconds: float,
+    tokens: int,
+    draft_vocabulary: int,
+    start_checkpoint: str = "",
+    torch_device: str = "cpu",
+) -> None:
+    """Teach an MTP layer for about ``seconds``, or until it has seen ``tokens`` over all runs.
+
+    Args:
+        model: the exported target.
+        work_folder: with the documents and what the target computes on them.
+        draft_vocabulary: how many of the target's tokens it can propose.
+        start_checkpoint: the checkpoint of a layer to begin with; a new one by default.
+    """
+    began = time.monotonic()
+    work_path = Path(work_folder)
+    target_tables = load_file(work_path / TARGET_TABLES_FILE)
+    embedding = target_tables["embedding"]
+    lm_head_rows = target_tables.get("lm_head", embedding)
+    examples = read_examples(work_path, held_out=False)
+    target_ids = choose_draft_ids(examples, len(lm_head_rows), draft_vocabulary)
+    config = read_text_config(Path(model))
+    training_state: dict[str, Any] = {}
+    if start_checkpoint and not (work_path / TRAINING_STATE_FILE).is_file():
+        layer, _ = load_mtp_layer(Path(start_checkpoint), Path(start_checkpoint).name)
+    else:
+        layer = make_new_mtp_layer(config)
+    layer.lm_head = nn.Linear(embedding.shape[1], len(target_ids), bias=False)
+    if (work_path / TRAINING_STATE_FILE).is_file():
+        training_state = torch.load(work_path / TRAINING_STATE_FILE, "cpu", weights_only=True)
+        weights = {name: weight for name, weight in training_state["weights"].items() if not name.startswith("lm_head.")}
+        layer.load_state_dict(weights, strict=False)
+    elif not start_checkpoint:
+        initialize_mtp_layer(layer, examples, embedding)
+    student = MtpStudent(
+        layer, embedding, target_ids, torch.ones(embedding.shape[1]), config, torch_device  # type: ignore[arg-type]
+    )
+    layer.lm_head.weight.requires_grad_(False).copy_(lm_head_rows[target_ids])
+    limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
+    train_student(student, work_path, training_state, {}, limits)
+
+
+def check_mtp_possible(model: str) -> None:
+    """Raise OvspecError if transformers can't make an MTP layer for the exported target ``model``."""
+    try:
+        layer = make_new_mtp_layer(read_text_config(Path(model)))
+        states = torch.zeros(1, 2, layer.layout.hidden_size)
+        layer.run_layer(states, states, torch.zeros(1, 1, 2, 2), torch.arange(2)[None], layer.make_empty_cache())
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, NotImplementedError):
+        raise OvspecError(UNSUPPORTED) from None
+    if any("experts" in name for name, _ in layer.named_parameters()):
+        raise OvspecError("an MTP layer with experts can't be trained here; make a head")
+
+
+def read_text_config(model: Path) -> JsonObject:
+    """Return the config of the text model in an exported folder."""
+    config = read_json(model / "config.json")
+    return config.get("text_config") or config
+
+
+@torch.no_grad()
+def initialize_mtp_layer(layer: MtpLayer, examples: Sequence[Example], embedding: Tensor) -> None:
+    """Set the weights of a new layer, so that it begins with the best linear guess of what the lm_head will read.
+
+    The guess comes out of ``fc``; what attention and the MLP add begins at nothing.
+
+    embedding: of the target's tokens, [vocabulary, hidden].
+    """
+    feature_sizes, final_sizes = (compute_rms_sizes(examples, name) for name in ("features", "final_states"))
+    feature_weights, token_weights, _ = fit_linear_guess(examples, feature_sizes, final_sizes, embedding, 1)
+    layer.fc.weight.copy_(torch.cat((token_weights, feature_weights), 1))
+    for name, weight in layer.layer.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    # The norm divides by the size of the whole, and then what is small is enlarged.
+    set_gains(layer.feature_norm, feature_sizes.square().mean().sqrt() / feature_sizes)
+    set_gains(layer.norm, INITIAL_CONFIDENCE * final_sizes)
+
+
+def set_gains(norm: nn.Module, gains: Tensor) -> None:
+    """Let a new norm multiply by these; its weight may be what is added to 1."""
+    weight = norm.weight
+    weight.add_(gains - 1)  # type: ignore[operator]

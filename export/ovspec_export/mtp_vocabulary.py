@@ -1,0 +1,47 @@
+"""The tokens that an MTP layer proposes: of a large vocabulary, those that the model itself uses most.
+
+The logits of 150,000 tokens and more take longer than the layer. Wherever the target's token isn't among those that are
+left, the proposal is wrong, which costs speed alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from ovspec.base.progress import show_step
+from ovspec_export.convert import run_worker_job
+from ovspec_export.distill.documents import read_documents
+from ovspec_export.distill.work_folder import DOCUMENTS_FILE
+from ovspec_export.draft_vocabulary import choose_most_used_ids
+from ovspec_export.sources import Source
+
+MAX_FULL_VOCABULARY = 65_536  # tokens, of which all are proposed
+TRIMMED_VOCABULARY = 32_768  # tokens that are left of more
+TEXT_SECONDS = 60.0  # for which the model writes
+TEXT_TOKENS = 100_000.0  # that are enough
+
+
+def choose_mtp_vocabulary(target: Source, folder: Path) -> np.ndarray | None:
+    """Return the ids that the MTP layer of a target is to propose, (n,) int64; None for all.
+
+    Args:
+        folder: with the target's IR, which writes texts for a minute in which tokens are counted.
+    """
+    vocab_size = target.get_config_number("vocab") or 0
+    if vocab_size <= MAX_FULL_VOCABULARY:
+        return None
+    texts_folder = folder / "texts"
+    with show_step(f"{target.name}: writing texts, to find its most used tokens", keep_line=True) as writing_step:
+        texts_folder.mkdir()
+        exported_target = Source(target.name, folder, is_ir=True, revision=target.revision)
+        arguments = {"model": str(folder), "work_folder": str(texts_folder)}
+        run_worker_job(
+            "write_texts", exported_target, texts_folder, seconds=TEXT_SECONDS, tokens=TEXT_TOKENS, **arguments
+        )
+        documents = read_documents(texts_folder / DOCUMENTS_FILE)
+        shutil.rmtree(texts_folder)
+        writing_step.result = f"{sum(len(document.ids) for document in documents):,} tokens"
+    return choose_most_used_ids((document.ids for document in documents), TRIMMED_VOCABULARY, vocab_size)
