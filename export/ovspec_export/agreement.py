@@ -92,7 +92,8 @@ def compute_checkpoint_logits(model: PreTrainedModel, tokens: np.ndarray, width:
 def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) -> None:
     """Write the inputs of these layers for a short text, (positions, width) each, side by side.
 
-    Without layers, it is what the lm_head reads: transformers' last hidden states, which are normalised. Writes nothing if the model doesn't return hidden states.
+    Without layers, it is what the lm_head reads: transformers' last hidden states, which are normalised. Nothing is
+    written if the model doesn't return hidden states.
     """
     import torch
 

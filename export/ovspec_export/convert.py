@@ -50,6 +50,7 @@ JOB_FAILURES = {
     "train_head": "a head could not be trained",
     "train_mtp": "an MTP layer could not be trained",
     "check_mtp_possible": "no MTP layer can be made",
+    "find_most_used_ids": "it could not write texts",
     "train_draft": "the draft could not be taught",
     "measure_costs": "it could not be timed",
     "measure_gain": "the gain could not be measured",

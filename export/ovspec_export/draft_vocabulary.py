@@ -43,6 +43,11 @@ def write_draft_vocabulary(folder: Path, ids: np.ndarray) -> None:
     write_atomically(folder / DRAFT_VOCABULARY_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
 
 
+def read_draft_vocabulary(folder: Path) -> np.ndarray:
+    """Return the ids that the checkpoint in ``folder`` proposes, (n,) int64."""
+    return np.array(read_dataclass(DraftVocabularyFile, folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
+
+
 def is_trimmed(source: Source) -> bool:
     """Return whether a model proposes only some ids."""
     return has_trimmed_vocabulary(source.path) if source.is_ir else (source.path / DRAFT_VOCABULARY_FILE).is_file()
@@ -60,7 +65,7 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         check_weights_file(draft.path / MODEL_FILE)
         ids = read_target_ids(read_openvino_model(draft.path))
     else:
-        ids = np.array(read_dataclass(DraftVocabularyFile, draft.path / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
+        ids = read_draft_vocabulary(draft.path)
     if ids is None or not len(ids):
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
     vocab_size = min(source.get_config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))

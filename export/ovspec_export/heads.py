@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import openvino as ov
@@ -41,9 +41,14 @@ class HeadModule(Protocol):
     target_ids: the target's ids of the tokens that it can propose, (n,) int64; None for all.
     """
 
-    layout: HeadLayout
-    output_names: tuple[str, ...]
-    embed_tokens: nn.Module | None
+    @property
+    def layout(self) -> HeadLayout: ...
+
+    @property
+    def output_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def embed_tokens(self) -> nn.Module | None: ...
 
     @property
     def target_ids(self) -> np.ndarray | None: ...
@@ -52,7 +57,7 @@ class HeadModule(Protocol):
 
     def make_empty_cache(self, batch: int = 1, slots: int = 0) -> KeyValueCache: ...
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class HeadAttention(nn.Module):
@@ -130,7 +135,7 @@ class HeadLayer(nn.Module):
 class EagleHead(nn.Module):
     """An EAGLE-3 head. The target's embedding takes the place of ``embed_tokens`` where it has none."""
 
-    output_names = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT)
+    output_names: tuple[str, ...] = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT)
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()

@@ -53,8 +53,8 @@ class MtpLayer(nn.Module):
     lm_head: the target's rows of the tokens that it can propose, in training.
     """
 
-    output_names = (HIDDEN_OUTPUT, FUSION_OUTPUT)
-    embed_tokens = None
+    output_names: tuple[str, ...] = (HIDDEN_OUTPUT, FUSION_OUTPUT)
+    embed_tokens: nn.Module | None = None
     lm_head: nn.Linear
 
     def __init__(self, model: Any, target_ids: np.ndarray | None = None) -> None:
@@ -158,10 +158,14 @@ def load_mtp_layer(folder: Path, name: str) -> tuple[MtpLayer, Any]:
     try:
         missing_names, unknown_names = layer.load_state_dict(own_tensors, strict=False)
     except RuntimeError as error:
-        raise OvspecError(f"{name}: its MTP layer has a tensor of another shape ({str(error).splitlines()[-1].strip()}).") from None
+        raise OvspecError(
+            f"{name}: its MTP layer has a tensor of another shape ({str(error).splitlines()[-1].strip()})."
+        ) from None
     missing_names = [missing_name for missing_name in missing_names if missing_name.startswith(OWN_PARTS)]
     if missing_names or unknown_names:
-        problem = f"lacks the tensor {missing_names[0]}" if missing_names else f"has the unknown tensor {unknown_names[0]}"
+        problem = (
+            f"lacks the tensor {missing_names[0]}" if missing_names else f"has the unknown tensor {unknown_names[0]}"
+        )
         raise OvspecError(f"{name}: its MTP layer {problem}.")
     return layer.eval().requires_grad_(False), model
 
@@ -172,9 +176,16 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
 
     with tempfile.TemporaryDirectory() as folder:
         write_layer_config(config, Path(folder))
-        inner_names = {tensor_name: "model." + tensor_name.replace(LAYER_PREFIX, "layers.0.", 1) for tensor_name in tensors}
-        save_file({inner_names[tensor_name]: tensor for tensor_name, tensor in tensors.items()}, f"{folder}/model.safetensors", {"format": "pt"})
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
+        inner_names = {
+            tensor_name: "model." + tensor_name.replace(LAYER_PREFIX, "layers.0.", 1) for tensor_name in tensors
+        }
+        save_file(
+            {inner_names[tensor_name]: tensor for tensor_name, tensor in tensors.items()},
+            f"{folder}/model.safetensors",
+            {"format": "pt"},
+        )
+        load: Any = AutoModelForCausalLM.from_pretrained  # which returns a pair with this option
+        model, loading_info = load(
             folder, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
         )
     missing_names = [key for key in loading_info["missing_keys"] if "embed_tokens" not in key and "lm_head" not in key]
@@ -233,5 +244,7 @@ def read_tensors(tensor_files: Mapping[str, Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(tensor_files.values())):
         with safe_open(file, "pt") as stored_tensors:
-            tensors |= {name: stored_tensors.get_tensor(name) for name, own_file in tensor_files.items() if own_file == file}
+            tensors |= {
+                name: stored_tensors.get_tensor(name) for name, own_file in tensor_files.items() if own_file == file
+            }
     return tensors

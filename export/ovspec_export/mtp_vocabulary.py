@@ -13,9 +13,7 @@ import numpy as np
 
 from ovspec.base.progress import show_step
 from ovspec_export.convert import run_worker_job
-from ovspec_export.distill.documents import read_documents
-from ovspec_export.distill.work_folder import DOCUMENTS_FILE
-from ovspec_export.draft_vocabulary import choose_most_used_ids
+from ovspec_export.draft_vocabulary import read_draft_vocabulary
 from ovspec_export.sources import Source
 
 MAX_FULL_VOCABULARY = 65_536  # tokens, of which all are proposed
@@ -34,14 +32,19 @@ def choose_mtp_vocabulary(target: Source, folder: Path) -> np.ndarray | None:
     if vocab_size <= MAX_FULL_VOCABULARY:
         return None
     texts_folder = folder / "texts"
-    with show_step(f"{target.name}: writing texts, to find its most used tokens", keep_line=True) as writing_step:
+    with show_step(f"{target.name}: writing texts, to find its most used tokens", keep_line=True):
         texts_folder.mkdir()
-        exported_target = Source(target.name, folder, is_ir=True, revision=target.revision)
-        arguments = {"model": str(folder), "work_folder": str(texts_folder)}
         run_worker_job(
-            "write_texts", exported_target, texts_folder, seconds=TEXT_SECONDS, tokens=TEXT_TOKENS, **arguments
+            "find_most_used_ids",
+            Source(target.name, folder, is_ir=True, revision=target.revision),
+            texts_folder,
+            model=str(folder),
+            folder=str(texts_folder),
+            seconds=TEXT_SECONDS,
+            tokens=TEXT_TOKENS,
+            count=TRIMMED_VOCABULARY,
+            vocab_size=vocab_size,
         )
-        documents = read_documents(texts_folder / DOCUMENTS_FILE)
+        ids = read_draft_vocabulary(texts_folder)
         shutil.rmtree(texts_folder)
-        writing_step.result = f"{sum(len(document.ids) for document in documents):,} tokens"
-    return choose_most_used_ids((document.ids for document in documents), TRIMMED_VOCABULARY, vocab_size)
+    return ids

@@ -43,7 +43,8 @@ def export_with_optimum(
     """Run 'optimum-cli export openvino', changed as the family needs it, and compare the IR with ``source``.
 
     The comparison comes before the weights are compressed, which changes the IR's logits. The inputs of the
-    checkpoint's ``tap_layers`` for a short text, or the lm_head's if there are none, go to ``states_file``, for the comparison of a head.
+    checkpoint's ``tap_layers`` for a short text, or the lm_head's if there are none, go to ``states_file``, for the
+    comparison of a head.
     """
     import argparse
 
@@ -276,7 +277,7 @@ def subtract_startup_time(arguments: JsonObject) -> JsonObject:
 
 # Jobs of distillations, and the file that has each.
 DISTILL_MODULES = {"write_texts": "texts", "write_features": "features", "train_head": "head", "train_draft": "draft"}
-DISTILL_MODULES |= {"train_mtp": "mtp", "check_mtp_possible": "mtp"}
+DISTILL_MODULES |= {"train_mtp": "mtp", "check_mtp_possible": "mtp", "find_most_used_ids": "used_ids"}
 DISTILL_MODULES |= {"measure_costs": "speedup_estimate", "measure_gain": "gain_benchmark"}
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job

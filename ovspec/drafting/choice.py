@@ -65,9 +65,7 @@ def parse_draft(draft: Any) -> DraftChoice | None:
         elif chain_part is True:
             choice = replace(choice, model=EXPORTED_DRAFT)
         elif isinstance(chain_part, (str, Path)) and str(chain_part):
-            choice = replace(
-                choice, model=chain_part if chain_part in EXPORTED_DRAFTS else Path(chain_part)
-            )
+            choice = replace(choice, model=chain_part if chain_part in EXPORTED_DRAFTS else Path(chain_part))
         elif hasattr(chain_part, "propose") or callable(chain_part):
             choice = replace(choice, user_drafter=chain_part)
         else:

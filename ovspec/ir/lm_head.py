@@ -1,4 +1,4 @@
-"""The end of a language model's graph: the lm_head, whose logits may be needed for only some tokens of the vocabulary."""
+"""The end of a language model's graph: the lm_head, and how to keep its logits of only some tokens."""
 
 from __future__ import annotations
 

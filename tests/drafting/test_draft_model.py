@@ -18,14 +18,14 @@ from compiling import compile_once
 from conftest import DRAFT, PROMPTS, Reference, made_once
 from moves import moving_texts
 from ovspec_export import draft_vocabulary
-from ovspec_export.draft_vocabulary import choose_most_used_ids
-from ovspec_export.draft_vocabulary import trim_ir
+from ovspec_export.draft_vocabulary import choose_most_used_ids, trim_ir
 
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.draft_model import ModelDrafter
 from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.lookahead import Lookahead
+from ovspec.ir import lm_head
 from ovspec.ir.compile import write_target_ids
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.inspection import describe_compiled_model
@@ -135,10 +135,8 @@ def test_each_proposal_is_the_whole_drafts(
             draft_vocabulary, "write_target_ids", lambda model, ids: write_target_ids(model, np.roll(ids, 1))
         )
     elif bug == "rows of the next ids":
-        entries = draft_vocabulary.select_constant_entries
-        monkeypatch.setattr(
-            draft_vocabulary, "select_constant_entries", lambda rows, axis, ids: entries(rows, axis, ids + 1)
-        )
+        entries = lm_head.select_constant_entries
+        monkeypatch.setattr(lm_head, "select_constant_entries", lambda rows, axis, ids: entries(rows, axis, ids + 1))
     shutil.copytree(pair / DRAFT_FOLDER, tmp_path / "draft")
     trim_ir(tmp_path / "draft", ids, "draft")
     lm = load_with(tmp_path / "draft")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as AnySequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from heads import write_head
 from kept import kept_model
 from moves import moving_texts
 from ovspec_export import Compression, export_pair
-from ovspec_export.heads import EagleHead, load_head_checkpoint
+from ovspec_export.heads import load_head_checkpoint
+from torch_heads import Proposed, TorchHead, note_proposals
 
 import ovspec
 from ovspec.base.errors import OvspecError
@@ -32,9 +34,6 @@ from ovspec.cache.head import HeadDecoder
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
 from ovspec.cache.stateful import RowByRowDecoder
-from ovspec.drafting.drafter import RowToDraft
-from ovspec.drafting.head import HeadDrafter
-from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir import heads as head_graphs
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import DeviceOptions
@@ -45,17 +44,7 @@ from ovspec.setup.engine_choice import CompiledModel
 LAYERS = [1, 0, 1]
 LOOKAHEAD = 3
 TOKENS = 16
-CLEAR = 1e-3  # logits that are nearer than this may come in another order
 SLOW = pytest.mark.slow
-
-
-@dataclass
-class Proposed:
-    """What a head proposed after ``text``, of which the target had read the first ``known`` tokens."""
-
-    text: np.ndarray
-    known: int
-    tokens: np.ndarray
 
 
 @pytest.fixture(scope="module")
@@ -89,67 +78,26 @@ def headed(load_headed: Callable[..., ovspec.LanguageModel]) -> ovspec.LanguageM
     return load_headed()
 
 
-class TorchHead:
-    """Proposes as the checkpoint does, reading each text from its beginning."""
-
-    def __init__(self, target: Any, head: EagleHead) -> None:
-        self.target, self.head = target, head
-        self.ids = (torch.arange(len(head.d2t)) + head.d2t).numpy()
-        self.fused: list[tuple[np.ndarray, torch.Tensor]] = []  # texts that the target has read, with their features
-
-    def agree(self, proposals: list[Proposed]) -> bool:
-        """Return whether all agree; the target reads the longest texts first, and so no beginning of one again."""
-        return all(map(self.agrees, sorted(proposals, key=lambda proposed: -proposed.known)))
-
-    def features(self, text: np.ndarray) -> torch.Tensor:
-        """Return what the head reads of the target, for each token of a text."""
-        for known, features in self.fused:
-            if np.array_equal(known[: len(text)], text):
-                return features[:, : len(text)]
-        states = self.target(torch.from_numpy(text[None]), output_hidden_states=True).hidden_states
-        self.fused.append((text, self.head.fuse_target_states(torch.cat([states[layer] for layer in LAYERS], -1))))
-        return self.fused[-1][1]
-
-    @torch.no_grad()
-    def agrees(self, proposed: Proposed) -> bool:
-        """Return whether each proposed token is the head's most likely one, but for rounding."""
-        text, begin = np.concatenate((proposed.text, proposed.tokens)), len(proposed.text)
-        features = self.features(text[: proposed.known])
-        embedded = self.target.get_input_embeddings()(torch.from_numpy(text[None, 1:]))
-        for entries in range(proposed.known, len(text) - 1):
-            ones = torch.ones((1, entries), dtype=torch.int64)
-            taps = torch.zeros((1, 0, len(LAYERS) * embedded.shape[-1]))  # fused above
-            read = embedded[:, :entries], features, ones, ones.cumsum(1) - 1, taps, *self.head.make_empty_cache()
-            logits, hidden, *_ = self.head(*read)
-            features = torch.cat((features, hidden[:, -1:]), 1)
-            likely = self.ids[(logits[0, -1] >= logits[0, -1].max() - CLEAR).numpy()]
-            if entries + 1 >= begin and text[entries + 1] not in likely:
-                return False
-        return True
-
-
 @pytest.fixture(scope="module")
 def torch_head(folder: Path, reference: Reference) -> TorchHead:
-    embedding = reference.model.get_input_embeddings().weight
-    return TorchHead(reference.model, load_head_checkpoint(folder / "checkpoint", embedding=embedding))
+    model = reference.model
+    head = load_head_checkpoint(folder / "checkpoint", embedding=model.get_input_embeddings().weight)
+
+    def features(states: AnySequence[torch.Tensor]) -> torch.Tensor:
+        return head.fuse_target_states(torch.cat([states[layer] for layer in LAYERS], -1))
+
+    def guess(embedded: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ones = torch.ones(embedded.shape[:2], dtype=torch.int64)
+        taps = torch.zeros((1, 0, len(LAYERS) * embedded.shape[-1]))  # fused above
+        logits, hidden, *_ = head(embedded, features, ones, ones.cumsum(1) - 1, taps, *head.make_empty_cache())
+        return logits, hidden
+
+    return TorchHead(model, features, guess, head.target_ids)
 
 
 @pytest.fixture
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
-    """Return a list to which each proposal of a head is added."""
-    found: list[Proposed] = []
-    propose = HeadDrafter.propose
-
-    def noted(self: HeadDrafter, rows: list[RowToDraft], lookahead: Lookahead) -> Any:
-        made = propose(self, rows, lookahead)
-        for index, (row, proposal) in enumerate(zip(rows, made, strict=True)):
-            if len(proposal.tokens):
-                known = self._head_decoder.count_known_features(index, row.sequence)
-                found.append(Proposed(row.sequence.tokens.copy(), known, proposal.tokens))
-        return made
-
-    monkeypatch.setattr(HeadDrafter, "propose", noted)
-    return found
+    return note_proposals(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,9 @@ def format_card(record: ResultRecord, result_name: str) -> str:
     revision_note = f", revision {record.revision[:12]}" if record.revision else ""
     origin_sentence = f" It was made of {record.draft}." if record.draft else ""
     head_sentence = (
-        " It reads the model's own hidden states and works with no other model." if record.kind in ("head", "mtp") else ""
+        " It reads the model's own hidden states and works with no other model."
+        if record.kind in ("head", "mtp")
+        else ""
     )
     sections = [
         f"# {KIND_TITLES[record.kind]} for {record.model}",

@@ -35,7 +35,7 @@ def choose_kind_draft_and_layers(
     """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
 
     Args:
-        kind: the option of this name. draft_name: the option ``draft``. trim_vocabulary, draft_vocabulary: the options of these names.
+        draft_name: the option ``draft``. kind, trim_vocabulary, draft_vocabulary: the options of these names.
 
     Raises:
         OvspecError: the draft doesn't fit the target or can't be used, or the target can't have a head.

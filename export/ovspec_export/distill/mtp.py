@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -20,6 +20,7 @@ from ovspec_export.distill.head_initialization import INITIAL_CONFIDENCE, comput
 from ovspec_export.distill.training import TrainingLimits, train_student
 from ovspec_export.distill.work_folder import TARGET_TABLES_FILE, TRAINING_STATE_FILE
 from ovspec_export.draft_vocabulary import write_draft_vocabulary
+from ovspec_export.heads import EagleHead
 from ovspec_export.mtp import MtpLayer, load_mtp_layer, make_new_mtp_layer, save_mtp_layer
 
 UNSUPPORTED = "an MTP layer can't be made for models of its family; make a head"
@@ -28,11 +29,9 @@ UNSUPPORTED = "an MTP layer can't be made for models of its family; make a head"
 class MtpStudent(HeadStudent):
     """An MTP layer that learns, by the loss of a head."""
 
-    module: MtpLayer
-
     def write_checkpoint(self, folder: Path) -> None:
         """Write the layer as a checkpoint of its own, with the ids that it proposes."""
-        save_mtp_layer(self.module, self.config, folder)
+        save_mtp_layer(cast(MtpLayer, self.module), self.config, folder)
         write_draft_vocabulary(folder, self.target_ids.cpu().numpy())
 
 
@@ -69,13 +68,14 @@ def train_mtp(
     layer.lm_head = nn.Linear(embedding.shape[1], len(target_ids), bias=False)
     if (work_path / TRAINING_STATE_FILE).is_file():
         training_state = torch.load(work_path / TRAINING_STATE_FILE, "cpu", weights_only=True)
-        weights = {name: weight for name, weight in training_state["weights"].items() if not name.startswith("lm_head.")}
+        weights = {
+            name: weight for name, weight in training_state["weights"].items() if not name.startswith("lm_head.")
+        }
         layer.load_state_dict(weights, strict=False)
     elif not start_checkpoint:
         initialize_mtp_layer(layer, examples, embedding)
-    student = MtpStudent(
-        layer, embedding, target_ids, torch.ones(embedding.shape[1]), config, torch_device  # type: ignore[arg-type]
-    )
+    head = cast(EagleHead, layer)  # whose interface it has in training
+    student = MtpStudent(head, embedding, target_ids, torch.ones(embedding.shape[1]), config, torch_device)
     layer.lm_head.weight.requires_grad_(False).copy_(lm_head_rows[target_ids])
     limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
     train_student(student, work_path, training_state, {}, limits)

@@ -83,7 +83,7 @@ class DistillPlan:
     target: the model as it was given. origin: the name and revision of the checkpoint behind it.
     torch_checkpoint: the target's, if torch is to compute hidden states on another device.
     draft: a checkpoint, or None; to be trimmed, perhaps an IR.
-    tap_layers: those of the target whose inputs a head reads; none of them for an MTP layer, and None for a draft model.
+    tap_layers: the target's layers whose inputs a head reads; none of them for an MTP layer, None for a draft model.
     """
 
     options: DistillOptions

@@ -47,6 +47,7 @@ def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pyte
         work / DOCUMENTS_FILE, [Document(ids, 0, "own", True, i % 10 == 0) for i, ids in enumerate(texts)]
     )
     layers = make_plan(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5)).tap_layers
+    assert layers
     write_features(str(ir), str(work), layers, 60, 1e9)
     monkeypatch.setattr(training, "report_progress", lambda **figures: told.append(figures))
     monkeypatch.setattr(training, "REPORT_SECONDS", 0)

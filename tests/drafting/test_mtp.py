@@ -1,0 +1,221 @@
+"""MTP layers: what they propose is what torch proposes, and whatever they propose, the text stays the same.
+
+The oracle is transformers' own model with the layer alone, which reads each text anew: of our code, it knows nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+import torch
+from conftest import PROMPTS, TARGET, Reference
+from family_models import warm_jobs
+from kept import kept_model
+from moves import moving_texts
+from openvino import opset13 as ops
+from ovspec_export import Compression, export_pair
+from ovspec_export.draft_vocabulary import DRAFT_VOCABULARY_FILE
+from ovspec_export.mtp import find_tensor_files, load_mtp_layer, make_new_mtp_layer, read_tensors, save_mtp_layer
+from safetensors.torch import load_file, save_file
+from torch_heads import Proposed, TorchHead, note_proposals
+
+import ovspec
+from ovspec.cache.paged import PagedDecoder
+from ovspec.ir import heads as head_graphs
+from ovspec.ir.heads import FEATURES_OUTPUT
+
+LOOKAHEAD, TOKENS, KEPT_IDS = 3, 16, 900
+SLOW = pytest.mark.slow
+OPTIONS: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
+
+
+def make_folder(place: Path) -> None:
+    """Write the small target with a random MTP layer in its checkpoint, and both exported in f32, to ``place``."""
+    config = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
+    checkpoint = shutil.copytree(TARGET, place / "checkpoint")
+    torch.manual_seed(0)
+    layer = make_new_mtp_layer(config)
+    for weights in layer.parameters():
+        if weights.ndim > 1:
+            torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+        else:
+            torch.nn.init.normal_(weights, mean=1.0, std=0.2)
+    save_mtp_layer(layer, config, place / "layer")
+    tensors = load_file(checkpoint / "model.safetensors") | load_file(place / "layer" / "model.safetensors")
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    ids = np.sort(np.random.default_rng(0).permutation(config["vocab_size"])[:KEPT_IDS])
+    shutil.copytree(place / "layer", place / "trimmed-layer")
+    (place / "trimmed-layer" / DRAFT_VOCABULARY_FILE).write_text(json.dumps({"ids": ids.tolist()}))
+    with pytest.MonkeyPatch.context() as patched:
+        warm_jobs(patched)
+        export_pair(str(checkpoint), None, place / "own", Compression("fp32"))
+        export_pair(
+            str(place / "own"), str(place / "trimmed-layer"), place / "pair", draft_compression=Compression("fp32")
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kept_model(tmp_path_factory, "small-mtp", make_folder)
+
+
+@pytest.fixture(scope="module")
+def load(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ovspec.LanguageModel]:
+    cache = tmp_path_factory.mktemp("cache")
+
+    def load(name: str = "own", engine: Any = "paged", draft: str = "mtp") -> ovspec.LanguageModel:
+        return ovspec.load(folder / name, draft, precision="f32", cache_dir=cache, engine=engine)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def torch_layer(folder: Path, reference: Reference) -> TorchHead:
+    """Return the oracle of the layer that the checkpoint has."""
+    tensors = load_file(folder / "layer" / "model.safetensors")
+    epsilon = reference.model.config.rms_norm_eps
+    only_layer = load_mtp_layer(folder / "layer", "layer")[1]
+
+    def normalize(states: torch.Tensor, name: str) -> torch.Tensor:
+        weight = tensors[f"mtp.pre_fc_norm_{name}.weight"].float()
+        return torch.nn.functional.rms_norm(states, weight.shape, weight, epsilon)
+
+    def guess(embedded: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.cat((normalize(embedded, "embedding"), normalize(features, "hidden")), -1)
+        states = only_layer.model(inputs_embeds=both @ tensors["mtp.fc.weight"].float().T).last_hidden_state
+        return reference.model.lm_head(states), states
+
+    vocabulary = np.arange(reference.model.config.vocab_size)
+    return TorchHead(reference.model, lambda states: states[-1], guess, vocabulary)
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
+    return note_proposals(monkeypatch)
+
+
+@pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=SLOW)])
+def test_each_proposal_is_that_of_torch(
+    load: Callable[..., ovspec.LanguageModel], torch_layer: TorchHead, proposals: list[Proposed], engine: str
+) -> None:
+    """In a batch, in sessions that are rewound, and in forks."""
+    lm = load(engine=engine)
+    assert lm.draft and lm.draft.proposer_name == "mtp" and lm.target.engine == engine
+    found = moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=LOOKAHEAD)
+    assert len(proposals) > len(found) * TOKENS / 2 and torch_layer.agree(proposals)
+    assert found == moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=0)
+
+
+def test_a_trimmed_vocabulary(
+    load: Callable[..., ovspec.LanguageModel], torch_layer: TorchHead, proposals: list[Proposed]
+) -> None:
+    """The target's lm_head is cut; among the ids that are left, the layer proposes the same."""
+    lm = load("pair")
+    assert lm.draft and lm.draft.ir.target_ids is not None and lm.draft.ir.logits_width == KEPT_IDS
+    guess, ids = torch_layer.guess, lm.draft.ir.target_ids
+    trimmed = TorchHead(
+        torch_layer.target,
+        torch_layer.make_features,
+        lambda *read: (lambda logits, hidden: (logits[..., torch.from_numpy(ids)], hidden))(*guess(*read)),
+        ids,
+    )
+    text = lm.generate(PROMPTS[0], **OPTIONS)
+    assert proposals and trimmed.agree(proposals) and not torch_layer.agree(proposals)
+    assert text.token_ids == lm.generate(PROMPTS[0], **OPTIONS | {"lookahead": 0}).token_ids
+
+
+def before_the_norm(model: ov.Model) -> ov.Output | None:
+    """Return what the last norm reads: the sum with the residual."""
+    value = FINAL_STATES(model)
+    while value and not (value.get_node().get_type_name() == "Add" and value.get_partial_shape()[-1] != 1):
+        inputs = [source for source in value.get_node().input_values() if source.get_partial_shape().rank != 0]
+        value = next(source for source in inputs if source.get_node().get_type_name() not in ("Constant", "Convert"))
+    return value
+
+
+FINAL_STATES = head_graphs.find_lm_head_input
+BUGS = ["pre-norm", "wrong embedding", "rejected token", pytest.param("off by one", marks=SLOW)]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(
+    load: Callable[..., ovspec.LanguageModel],
+    torch_layer: TorchHead,
+    proposals: list[Proposed],
+    bug: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No bug changes the text: only the proposals show it."""
+    features, truncate, embedding = PagedDecoder.features, PagedDecoder.truncate, head_graphs.find_embedding
+    if bug == "pre-norm":
+        monkeypatch.setattr(head_graphs, "find_lm_head_input", before_the_norm)
+    elif bug == "wrong embedding":
+
+        def roll_rows(model: ov.Model) -> ov.Node:
+            table = embedding(model).input_value(0)
+            rows = ops.constant(np.roll(np.arange(table.get_partial_shape()[0].get_length()), 1))
+            zero = ops.constant(0)
+            return ops.gather(ops.gather(table, rows, zero), ops.constant([0]), zero)
+
+        monkeypatch.setattr(head_graphs, "find_embedding", roll_rows)
+    elif bug == "off by one":
+
+        def earlier(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
+            return features(self, row, max(0, begin - 1), end)[: end - begin]
+
+        monkeypatch.setattr(PagedDecoder, "features", earlier)
+    else:
+        rejected: dict[int, np.ndarray] = {}
+
+        def noting(self: PagedDecoder, row: int, length: int) -> None:
+            if FEATURES_OUTPUT in self._tensors.arrays:
+                rejected.update({at: features(self, row, at, at + 1)[0] for at in range(length, len(self.rows[row]))})
+            truncate(self, row, length)
+
+        def stale(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
+            found = features(self, row, begin, end)
+            return np.array([rejected.get(begin + at, values) for at, values in enumerate(found)]).reshape(found.shape)
+
+        monkeypatch.setattr(PagedDecoder, "truncate", noting)
+        monkeypatch.setattr(PagedDecoder, "features", stale)
+    lm = load()
+    lm.generate(PROMPTS[0], **OPTIONS)
+    assert proposals and not torch_layer.agree(proposals)
+
+
+def test_lookup_comes_first(load: Callable[..., ovspec.LanguageModel], proposals: list[Proposed]) -> None:
+    lm = load(draft="lookup,mtp")
+    plain = lm.generate(PROMPTS[:2], **OPTIONS | {"lookahead": 0, "max_tokens": 48})
+    found = lm.generate(PROMPTS[:2], **OPTIONS | {"max_tokens": 48})
+    assert [text.token_ids for text in found] == [text.token_ids for text in plain] and proposals
+    assert all(text.stats.drafters["mtp"]["proposed"] for text in found)
+    assert any(text.stats.drafters.get("lookup", {"proposed": 0})["proposed"] for text in found)
+
+
+def test_wrong_names_are_refused_in_a_sentence(folder: Path) -> None:
+    mtp = folder / "own" / "draft"
+    cases = {
+        (folder / "own", "head"): "an MTP layer, not an EAGLE-3 head; name it 'mtp'",
+        (folder / "own", "self"): "not made of the target's own layers",
+        (mtp, "none"): "an MTP layer, not a model; name its target",
+    }
+    for (model, draft), expected in cases.items():
+        with pytest.raises(ovspec.OvspecError, match=expected):
+            ovspec.load(model, draft)
+
+
+def test_what_is_stored(folder: Path) -> None:
+    """The layer has no copy of the target's embedding or lm_head, and the checkpoint alone all that it needs."""
+    model = ov.Core().read_model(folder / "own" / "draft" / "openvino_model.xml")
+    assert {name for port in model.outputs for name in port.names} >= {"hidden", "fused"}
+    weights = (folder / "own" / "draft" / "openvino_model.bin").stat().st_size
+    assert weights < (folder / "layer" / "model.safetensors").stat().st_size * 2.1  # bf16 there, f32 here
+    names = find_tensor_files(folder / "layer")
+    assert all(name.startswith("mtp.") for name in names) and len(read_tensors(names)) == len(names)
