@@ -29,7 +29,8 @@ class RandomPair:
     """A transformers config class with its arguments; the draft is made of the target's first ``draft_layers``.
 
     bits: of a weight. later: how much the layers after the draft's contribute. With no ``draft_layers``, the draft is
-    an EAGLE-3 head, and ``later`` how much all layers contribute. kept: ids that the draft proposes, of ``VOCAB``.
+    an EAGLE-3 head or, with ``mtp``, an MTP layer, and ``later`` how much all layers contribute. kept: ids that the
+    draft proposes, of ``VOCAB``.
     family: the one in ``families.py``, if it is exported in an environment of its own.
     """
 
@@ -40,6 +41,7 @@ class RandomPair:
     later: float
     kept: int = VOCAB
     family: str = ""
+    mtp: bool = False
 
 
 PAIRS = {
@@ -92,6 +94,10 @@ HEADS = {
     f"{name}-head": replace((PAIRS | HYBRIDS)[name], draft_layers=0, later=later)
     for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03, "qwen3_5-int8": 0.1, "lfm2-int8": 0.1}.items()
 }
+HEADS |= {
+    "qwen2-int8-mtp": replace(HEADS["qwen2-int8-head"], mtp=True),
+    "qwen3_5-int8-mtp": replace(HEADS["qwen3_5-int8-head"], mtp=True),
+}
 TRIMMED = {f"{name}-trimmed": replace(PAIRS[name], kept=3 * VOCAB // 4) for name in ("qwen2-int8", "gpt2-int4")}
 PAIRS |= HEADS | TRIMMED | HYBRIDS
 
@@ -121,7 +127,7 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     rows = torch.arange(VOCAB // 2)
     head[1::2][rows, rows % head.shape[1]] += head.abs().max() / 127  # a step or two of an int8 weight
     if not pair.draft_layers:
-        return export_with_head(model, folder, pair.bits, pair.family)
+        return (export_with_mtp if pair.mtp else export_with_head)(model, folder, pair.bits, pair.family)
     few_layers = {"n_layer" if hasattr(config, "n_layer") else "num_hidden_layers": pair.draft_layers}
     if "layer_types" in pair.arguments:
         few_layers["layer_types"] = pair.arguments["layer_types"][: pair.draft_layers]
@@ -135,10 +141,24 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     return folder
 
 
+def export_with_mtp(model: Any, folder: Path, bits: int, family: str = "") -> Path:
+    """Export a target and an MTP layer that guesses what would follow if the target had no layers."""
+    from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
+
+    export(model, folder / "target", bits, family)
+    config = json.loads((folder / "target" / "config.json").read_text(encoding="utf-8"))
+    layer = make_new_mtp_layer(config)
+    width = layer.layout.hidden_size
+    layer.fc.weight.data = torch.cat((torch.eye(width), 0.005 * torch.randn(width, width)), 1)
+    for name, weights in layer.layer.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.normal_(weights, std=0.01)
+    save_mtp_layer(layer, config, folder / "layer")
+    return pair_up(folder, folder / "layer")
+
+
 def export_with_head(model: Any, folder: Path, bits: int, family: str = "") -> Path:
     """Export a target and a head that guesses what would follow if the target had no layers."""
-    from ovspec_export import Compression, export_pair
-
     width, target = model.config.hidden_size, folder / "target"
     export(model, target, bits, family)
     checkpoint = write_head(
@@ -167,10 +187,17 @@ def export_with_head(model: Any, folder: Path, bits: int, family: str = "") -> P
         **{name: torch.ones_like(tensors[name]) for name in ("norm.weight", "layers.0.input_layernorm.weight")},
     }
     save_file({name: values.contiguous() for name, values in tensors.items()}, checkpoint / "model.safetensors")
+    return pair_up(folder, checkpoint)
+
+
+def pair_up(folder: Path, checkpoint: Path) -> Path:
+    """Export the head in ``checkpoint`` with the IR in the folder "target" into ``folder``, and return that."""
+    from ovspec_export import Compression, export_pair
+
     with pytest.MonkeyPatch.context() as patched:
         if hasattr(os, "fork"):
             warm_jobs(patched)
-        export_pair(str(target), str(checkpoint), folder / "pair", draft_compression=Compression("int8"))
+        export_pair(str(folder / "target"), str(checkpoint), folder / "pair", draft_compression=Compression("int8"))
     for file in (folder / "pair").iterdir():
         file.rename(folder / file.name)
     return folder
