@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import secrets
 import shutil
 import sys
@@ -194,3 +195,11 @@ def check_disk_space(
     if free_bytes < needed_bytes:
         sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free_bytes)} are free"
         raise OvspecError(f"{folder}: {purpose} needs {sizes}; {advice}.")
+
+
+def link_or_copy(source_file: Path, new_file: Path) -> None:
+    """Let ``new_file`` be the same file, or a copy where the disk has no links."""
+    try:
+        os.link(source_file, new_file)
+    except OSError:
+        shutil.copy2(source_file, new_file)

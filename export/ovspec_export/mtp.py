@@ -138,8 +138,10 @@ def make_layout(config: Any, layer: nn.Module) -> HeadLayout:
     )
 
 
-def load_mtp_layer(folder: Path, name: str) -> tuple[MtpLayer, Any]:
+def load_mtp_layer(folder: Path, name: str, **loading_options: Any) -> tuple[MtpLayer, Any]:
     """Return the MTP layer of the checkpoint in ``folder``, with weights in f32, and the model that holds it.
+
+    loading_options: of ``from_pretrained``.
 
     Raises:
         OvspecError: a tensor is missing, or is unknown.
@@ -153,7 +155,7 @@ def load_mtp_layer(folder: Path, name: str) -> tuple[MtpLayer, Any]:
     }
     own_names = [new_name for new_name in tensors if not new_name.startswith((LAYER_PREFIX, "norm."))]
     own_tensors = {new_name: tensors.pop(new_name).float() for new_name in own_names}
-    model = load_only_layer(config, tensors, name)
+    model = load_only_layer(config, tensors, name, loading_options)
     layer = MtpLayer(model)
     try:
         missing_names, unknown_names = layer.load_state_dict(own_tensors, strict=False)
@@ -170,7 +172,7 @@ def load_mtp_layer(folder: Path, name: str) -> tuple[MtpLayer, Any]:
     return layer.eval().requires_grad_(False), model
 
 
-def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str) -> Any:
+def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str, loading_options: JsonObject) -> Any:
     """Return a model of transformers with one layer and its norm, of tensors with this package's names."""
     from transformers import AutoModelForCausalLM
 
@@ -186,7 +188,12 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
         )
         load: Any = AutoModelForCausalLM.from_pretrained  # which returns a pair with this option
         model, loading_info = load(
-            folder, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+            **loading_options,
         )
     missing_names = [key for key in loading_info["missing_keys"] if "embed_tokens" not in key and "lm_head" not in key]
     wrong_names = [*missing_names, *(str(key[0]) for key in loading_info["mismatched_keys"])]

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from ovspec.base.progress import show_step
+from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec_export.convert import run_worker_job
 from ovspec_export.draft_vocabulary import read_draft_vocabulary
+from ovspec_export.folders import link_or_copy
 from ovspec_export.sources import Source
 
 MAX_FULL_VOCABULARY = 65_536  # tokens, of which all are proposed
@@ -33,12 +35,16 @@ def choose_mtp_vocabulary(target: Source, folder: Path) -> np.ndarray | None:
         return None
     texts_folder = folder / "texts"
     with show_step(f"{target.name}: writing texts, to find its most used tokens", keep_line=True):
-        texts_folder.mkdir()
+        model_folder = texts_folder / "model"  # without the manifest that says that the export is unfinished
+        model_folder.mkdir(parents=True)
+        for file in folder.iterdir():
+            if file.is_file() and file.name != MANIFEST_FILE:
+                link_or_copy(file, model_folder / file.name)
         run_worker_job(
             "find_most_used_ids",
-            Source(target.name, folder, is_ir=True, revision=target.revision),
+            Source(target.name, model_folder, is_ir=True, revision=target.revision),
             texts_folder,
-            model=str(folder),
+            model=str(model_folder),
             folder=str(texts_folder),
             seconds=TEXT_SECONDS,
             tokens=TEXT_TOKENS,

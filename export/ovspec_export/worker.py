@@ -125,8 +125,7 @@ def convert_mtp_layer(
     from ovspec_export.mtp import load_mtp_layer
     from ovspec_export.patches import adapt_optimum, patch_for_tracing
 
-    adapt_optimum(model_type)
-    layer, layer_model = load_mtp_layer(Path(source), name)
+    layer, layer_model = load_mtp_layer(Path(source), name, **adapt_optimum(model_type))
     layer.target_ids = None if target_ids is None else np.array(target_ids, dtype=np.int64)
     with patch_for_tracing(layer_model, model_type):
         model = convert_head_to_ir(layer, [])

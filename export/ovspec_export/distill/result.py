@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.result_export import make_result_source
 from ovspec_export.distill.stages import find_exported_target
 from ovspec_export.distill.work_folder import TRAINING_STAGE, WorkFolder
-from ovspec_export.folders import find_foreign_file, open_partial_folder, replace_folder
+from ovspec_export.folders import find_foreign_file, link_or_copy, open_partial_folder, replace_folder
 from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 
 
@@ -126,10 +125,3 @@ def rewrite_target_with_draft(
         }
         manifest.write_to_folder(new_folder)
         replace_folder(new_folder, target_folder)
-
-
-def link_or_copy(source_file: Path, new_file: Path) -> None:
-    try:
-        os.link(source_file, new_file)
-    except OSError:
-        shutil.copy2(source_file, new_file)
