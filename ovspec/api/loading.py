@@ -45,10 +45,11 @@ def load(
         also a Hugging Face checkpoint (folder or hub id).
     draft: what proposes tokens; by default "lookup" where verifying a guess costs next to nothing, which the first load
         measures (exact arithmetic, paged engine), otherwise nothing. "none" proposes nothing, True is the draft in the
-        model's folder, "self" the same if it was made of the target's own layers, "head" if it is an EAGLE-3 head, and
-        "lookup" proposes what followed the last tokens earlier. It may also be the folder of a draft model or head, or
-        a ``Drafter``: a class or function that makes one for each session or batch, or an instance, which all share.
-        Two of these, as "lookup,draft" or in a list, make a chain: the second proposes if the first finds nothing good.
+        model's folder, "self" the same if it was made of the target's own layers, "head" if it is an EAGLE-3 head,
+        "mtp" if it is the MTP layer that the model brings along, and "lookup" proposes what followed the last tokens
+        earlier. It may also be the folder of a draft model or head, or a ``Drafter``: a class or function that makes
+        one for each session or batch, or an instance, which all share. Two of these, as "lookup,draft" or in a list,
+        make a chain: the second proposes if the first finds nothing good.
     """
     params = make_load_params(options)
     for option in ("device", "draft_device"):  # before an export, which takes minutes

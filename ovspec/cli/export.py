@@ -20,7 +20,8 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 @click.option(
     "--draft",
     metavar="DRAFT",
-    help="Draft model or EAGLE-3 head: a checkpoint or IR folder, a GGUF file, a hub id, or none.",
+    help="Draft model, EAGLE-3 head or MTP layer: a checkpoint or IR folder, a GGUF file, or a hub id; mtp (the MTP "
+    "layer in TARGET); or none.  [default: mtp if TARGET has one]",
 )
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
@@ -110,7 +111,7 @@ def export(
       ovspec export llama-3.2-3b.Q8_0.gguf --draft llama-3.2-1b.Q4_K_M.gguf -o llama
       ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
-    from ovspec.drafting.choice import HEAD_DRAFT
+    from ovspec.drafting.choice import HEAD_DRAFT, NO_DRAFT
     from ovspec.setup.known_pairs import read_known_pairs
 
     known_pairs = read_known_pairs()
@@ -149,9 +150,7 @@ def export(
         model = known_pair.target
     message = "--draft head is for the short names of known pairs (--list); name the head's checkpoint."
     raise_usage_error_if(draft == HEAD_DRAFT, message)
-    if draft == "none":
-        draft = None
-    has_draft = draft or draft_layers is not None
+    has_draft = draft not in (None, NO_DRAFT) or draft_layers is not None
     raise_usage_error_if(
         draft_weight_format and not has_draft, "--draft-weight-format needs --draft or --draft-layers."
     )

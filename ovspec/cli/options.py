@@ -152,10 +152,11 @@ draft_option = click.option(
     is_flag=False,
     flag_value=EXPORTED_DRAFT,
     metavar="[DRAFT]",
-    help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model or of an EAGLE-3 head; head (a "
-    "head in DIR); self (a draft in DIR that --draft-layers made); lookup (what followed the last tokens earlier in "
-    "the text); lookup,draft or lookup,FOLDER (the model where lookup finds nothing good); or none.  [default: lookup "
-    "where a guess costs nothing, which the first load measures (exact arithmetic, paged engine); otherwise none]",
+    help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model or of a head; head (an EAGLE-3 "
+    "head in DIR); mtp (the MTP layer that a model brings along, in DIR); self (a draft in DIR that --draft-layers "
+    "made); lookup (what followed the last tokens earlier in the text); lookup,draft or lookup,FOLDER (the model where "
+    "lookup finds nothing good); or none.  [default: lookup where a guess costs nothing, which the first load measures "
+    "(exact arithmetic, paged engine); otherwise none]",
 )
 session_option = click.option(
     "--session",

@@ -34,6 +34,7 @@ from ovspec.ir.heads import FEATURES_OUTPUT
 LOOKAHEAD, TOKENS, KEPT_IDS = 3, 16, 900
 SLOW = pytest.mark.slow
 OPTIONS: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
+PLAIN: dict[str, Any] = {**OPTIONS, "lookahead": 0}
 
 
 def make_folder(place: Path) -> None:
@@ -119,16 +120,16 @@ def test_a_trimmed_vocabulary(
     """The target's lm_head is cut; among the ids that are left, the layer proposes the same."""
     lm = load("pair")
     assert lm.draft and lm.draft.ir.target_ids is not None and lm.draft.ir.logits_width == KEPT_IDS
-    guess, ids = torch_layer.guess, lm.draft.ir.target_ids
-    trimmed = TorchHead(
-        torch_layer.target,
-        torch_layer.make_features,
-        lambda *read: (lambda logits, hidden: (logits[..., torch.from_numpy(ids)], hidden))(*guess(*read)),
-        ids,
-    )
+    ids = lm.draft.ir.target_ids
+
+    def guess(embedded: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, hidden = torch_layer.guess(embedded, features)
+        return logits[..., torch.from_numpy(ids)], hidden
+
+    trimmed = TorchHead(torch_layer.target, torch_layer.make_features, guess, ids)
     text = lm.generate(PROMPTS[0], **OPTIONS)
     assert proposals and trimmed.agree(proposals) and not torch_layer.agree(proposals)
-    assert text.token_ids == lm.generate(PROMPTS[0], **OPTIONS | {"lookahead": 0}).token_ids
+    assert text.token_ids == lm.generate(PROMPTS[0], **PLAIN).token_ids
 
 
 def before_the_norm(model: ov.Model) -> ov.Output | None:
@@ -192,8 +193,7 @@ def test_planted_bugs_are_found(
 
 def test_lookup_comes_first(load: Callable[..., ovspec.LanguageModel], proposals: list[Proposed]) -> None:
     lm = load(draft="lookup,mtp")
-    plain = lm.generate(PROMPTS[:2], **OPTIONS | {"lookahead": 0, "max_tokens": 48})
-    found = lm.generate(PROMPTS[:2], **OPTIONS | {"max_tokens": 48})
+    plain, found = (lm.generate(PROMPTS[:2], **{**way, "max_tokens": 48}) for way in (PLAIN, OPTIONS))
     assert [text.token_ids for text in found] == [text.token_ids for text in plain] and proposals
     assert all(text.stats.drafters["mtp"]["proposed"] for text in found)
     assert any(text.stats.drafters.get("lookup", {"proposed": 0})["proposed"] for text in found)

@@ -32,14 +32,15 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def start(model: Path, output: Path, minutes: float) -> subprocess.Popen[str]:
+def start(model: Path, output: Path, minutes: float, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "ovspec", "distill", str(model), "-o", str(output), "--minutes", str(minutes)]
+    command += options
     return subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", env=os.environ | {"PYTHONUTF8": "1"})
 
 
-def finished(model: Path, output: Path, minutes: float) -> ResultRecord:
+def finished(model: Path, output: Path, minutes: float, *options: str) -> ResultRecord:
     """Distil to the end, check that all is in its place, and return what was made."""
-    process, began = start(model, output, minutes), time.monotonic()
+    process, began = start(model, output, minutes, *options), time.monotonic()
     _, told = process.communicate(timeout=500)
     assert time.monotonic() - began < 60 * minutes + 30, "all that it does counts"
     assert process.returncode in (0, 3), told
@@ -58,6 +59,18 @@ def test_a_minute_gives_a_head(model: Path, tmp_path: Path) -> None:
     assert set(made.data) == {"own"} and made.held_out.documents
     drafted = ovspec.load(model, tmp_path / "one").generate("def fib(", max_tokens=64, lookahead=3)
     assert drafted.stats.accepted > 0
+
+
+@pytest.mark.slow
+def test_a_minute_gives_an_mtp_layer(model: Path, tmp_path: Path) -> None:
+    """Which is the model's draft then, and is trained further as a draft."""
+    made = finished(model, tmp_path / "one", 1, "--kind", "mtp")
+    assert made.kind == "mtp" and made.agreement[0] > 0.15
+    lm = ovspec.load(model, "mtp")
+    plain, drafted = (lm.generate("def fib(", max_tokens=64, lookahead=count) for count in (0, 3))
+    assert drafted.stats.drafters["mtp"]["accepted"] > 0 and drafted.token_ids == plain.token_ids
+    further = finished(model, tmp_path / "other", 1, "--draft", str(tmp_path / "one"))
+    assert further.kind == "mtp" and further.agreement[0] > made.agreement[0] - 0.05
 
 
 @pytest.mark.soak
