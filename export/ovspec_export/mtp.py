@@ -218,7 +218,7 @@ def write_layer_config(config: JsonObject, folder: Path) -> None:
     """Write the config of the layer alone, with a tiny vocabulary, as nothing else uses its embedding."""
     token_entries = {name: None for name in config if name.endswith("_token_id")}
     layer_config = make_layer_config(config) | token_entries | {"vocab_size": UNUSED_VOCAB_SIZE}
-    (folder / "config.json").write_text(json.dumps(layer_config), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(layer_config), encoding="utf-8", newline="\n")
 
 
 def save_mtp_layer(layer: MtpLayer, config: JsonObject, folder: Path) -> None:

@@ -124,6 +124,7 @@ TO_DISTILL: dict[str, tuple[tuple[str, ...], Any]] = {
     "output": (("-o", "out"), Path("out")),
     "text": (("--text", "notes", "--text", "src"), (Path("notes"), Path("src"))),
     "topics": (("--topics", "topics.txt"), Path("topics.txt")),
+    "kind": (("--kind", "mtp"), "mtp"),
     "draft": (("--draft", "small"), "small"),
     "trim_vocabulary": (("--trim-vocabulary", "8000"), 8000),
     "draft_vocabulary": (("--draft-vocabulary", "4096"), 4096),

@@ -42,7 +42,7 @@ def test_a_short_name_gives_the_draft_or_the_head(monkeypatch: pytest.MonkeyPatc
     for draft in ([], ["--draft", "head"], ["--draft", "none"]):
         assert CliRunner().invoke(cli, ["export", "qwen3-8b", "-o", "x", *draft]).exit_code == 0
     pair = read_known_pairs()["qwen3-8b"]
-    assert asked == [(pair.target, pair.draft), (pair.target, pair.eagle3), (pair.target, None)]
+    assert asked == [(pair.target, pair.draft), (pair.target, pair.eagle3), (pair.target, "none")]
     refused = CliRunner().invoke(cli, ["export", "qwen2.5-7b", "-o", "x", "--draft", "head"])
     assert refused.exit_code and "No public head is known for qwen2.5-7b" in refused.output
     refused = CliRunner().invoke(cli, ["export", "some/model", "-o", "x", "--draft", "head"])

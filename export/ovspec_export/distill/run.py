@@ -16,7 +16,6 @@ from ovspec.base.files import rename_with_retries
 from ovspec.base.progress import print_note, show_step
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
-from ovspec_export.convert import run_worker_job
 from ovspec_export.distill import stages
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.gain_benchmark import MAX_GENERATED_TOKENS, MAX_PROMPTS
@@ -84,8 +83,7 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
             delete_work_folder(work_folder)  # which is of no use
             raise
     if plan.kind == "mtp" and not plan.draft:
-        target = stages.find_exported_target(plan, work_folder)
-        run_worker_job("check_mtp_possible", target, work_folder.scratch_folder, model=str(target.path))
+        stages.run_mtp_check(plan, work_folder)
     if plan.draft and plan.kind == "draft" and not work_folder.draft_checkpoint.is_dir():
         partial_folder = work_folder.scratch_folder / "draft"
         if ensure_readable_checkpoint(plan.draft, partial_folder, "bf16") is not plan.draft:

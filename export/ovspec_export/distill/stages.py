@@ -27,6 +27,12 @@ def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
     return Source(plan.target.name, target_folder, is_ir=True, revision=plan.target.revision)
 
 
+def run_mtp_check(plan: DistillPlan, work_folder: WorkFolder) -> None:
+    """Raise OvspecError if no MTP layer can be made for the target."""
+    target = find_exported_target(plan, work_folder)
+    run_worker_job("check_mtp_possible", target, work_folder.scratch_folder, model=str(target.path))
+
+
 def run_texts_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Let the model write, and take in given texts."""
     target = find_exported_target(plan, work_folder)
