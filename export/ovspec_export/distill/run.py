@@ -15,7 +15,6 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import rename_with_retries
 from ovspec.base.progress import print_note, show_step
 from ovspec.text.tokenizer import Tokenizer
-from ovspec_export.compression import INT8
 from ovspec_export.distill import stages
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.gain_benchmark import MAX_GENERATED_TOKENS, MAX_PROMPTS
@@ -76,7 +75,7 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
     if not plan.target.is_ir:
         if not work_folder.target_folder.is_dir():
             with work_folder.time_stage(EXPORTING_STAGE):
-                export_pair(plan.options.model, None, work_folder.target_folder, INT8)
+                export_pair(plan.options.model, "none", work_folder.target_folder)
         try:
             check_target_ir(work_folder.target_folder, plan.target.name, plan.kind)
         except OvspecError:
