@@ -59,7 +59,9 @@ def find_mtp_layers(names: Iterable[str], config: JsonObject) -> list[dict[str, 
             prefix = next((prefix for prefix in APPENDED_NAMES if match[4].startswith(prefix)), "")
             new_name = APPENDED_NAMES.get(prefix, LAYER_PREFIX) + match[4].removeprefix(prefix)
             layers.setdefault(int(match[3]) - layer_count, {})[name] = new_name
-    return [shared_names | layers[depth] for depth in sorted(layers)]
+    # Other layers beyond the config's number belong to nothing.
+    is_mtp = [bool(shared_names) or "fc.weight" in layers[depth].values() for depth in sorted(layers)]
+    return [shared_names | layers[depth] for depth, found in zip(sorted(layers), is_mtp, strict=True) if found]
 
 
 def make_layer_config(config: JsonObject) -> JsonObject:

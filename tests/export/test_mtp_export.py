@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"tied": True},
     "qwen3_5_moe_text": {"vision": "qwen3_5_moe"},
     "glm4_moe": {"appended": True},
+    "qwen3_next": {},
     "qwen3": {},
 }
 
@@ -162,3 +163,4 @@ def test_names_of_tensors(dense: Path) -> None:
     copies = ["model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"]
     layers = find_mtp_layers([*appended, *copies, "model.layers.3.mlp.up_proj.weight"], {"num_hidden_layers": 4})
     assert [sorted(each.values()) for each in layers] == [["fc.weight", "layer.mlp.up_proj.weight"]] * 2
+    assert not find_mtp_layers(["model.layers.4.mlp.up_proj.weight"], {"num_hidden_layers": 4}), "a layer that is left"
