@@ -63,7 +63,7 @@ def test_a_minute_gives_a_head(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_minute_gives_an_mtp_layer(model: Path, tmp_path: Path) -> None:
-    """Which works, and is trained further as a draft. In so short a time it gains too little to be put into the model."""
+    """Which is trained further as a draft. In so short a time it gains too little to become the model's draft."""
     made = finished(model, tmp_path / "one", 1, "--kind", "mtp")
     assert made.kind == "mtp" and made.agreement[0] > 0.15
     lm = ovspec.load(model, tmp_path / "one")
