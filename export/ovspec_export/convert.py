@@ -162,12 +162,16 @@ def convert_mtp_layer(
     Raises:
         OvspecError: like ``convert_source``.
     """
-    arguments: JsonObject = {
-        "model_type": source.model_type,
-        "target_ids": None if target_ids is None else target_ids.tolist(),
-    }
+    arguments: JsonObject = {"model_type": source.model_type, "ids_file": ""}
+    if target_ids is not None:  # too many for a command line
+        ids_file = states_file.with_name("ids.npy")
+        np.save(ids_file, target_ids)
+        arguments["ids_file"] = str(ids_file)
     config = make_layer_config(source.config.get("text_config") or source.config)
-    convert_head_with("convert_mtp_layer", source, folder, compression, states_file, arguments, config)
+    try:
+        convert_head_with("convert_mtp_layer", source, folder, compression, states_file, arguments, config)
+    finally:
+        states_file.with_name("ids.npy").unlink(missing_ok=True)
 
 
 def convert_head_with(

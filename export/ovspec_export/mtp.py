@@ -176,7 +176,7 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
     """Return a model of transformers with one layer and its norm, of tensors with this package's names."""
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         write_layer_config(config, Path(folder))
         inner_names = {
             tensor_name: "model." + tensor_name.replace(LAYER_PREFIX, "layers.0.", 1) for tensor_name in tensors
@@ -208,7 +208,7 @@ def make_new_mtp_layer(config: JsonObject) -> MtpLayer:
     """Return an untrained MTP layer for a target with this config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         write_layer_config(config, Path(folder))
         model_config = AutoConfig.from_pretrained(folder)
     return MtpLayer(AutoModelForCausalLM.from_config(model_config, attn_implementation="sdpa").float())

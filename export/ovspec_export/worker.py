@@ -109,15 +109,15 @@ def convert_mtp_layer(
     name: str,
     folder: str,
     model_type: str,
-    target_ids: list[int] | None,
+    ids_file: str,
     weight_format: str,
     quantization: JsonObject,
     states_file: str,
 ) -> None:
     """Write the MTP layer in the checkpoint ``source`` as an IR into ``folder``.
 
-    target_ids: the ids of the tokens that it can propose; None for all. states_file: a file with what the target's
-    lm_head reads for some text.
+    ids_file: a file with the ids of the tokens that it can propose, or "" for all. states_file: a file with what the
+    target's lm_head reads for some text.
     """
     import numpy as np
 
@@ -126,7 +126,7 @@ def convert_mtp_layer(
     from ovspec_export.patches import adapt_optimum, patch_for_tracing
 
     layer, layer_model = load_mtp_layer(Path(source), name, **adapt_optimum(model_type))
-    layer.target_ids = None if target_ids is None else np.array(target_ids, dtype=np.int64)
+    layer.target_ids = np.load(ids_file) if ids_file else None
     with patch_for_tracing(layer_model, model_type):
         model = convert_head_to_ir(layer, [])
     save_head_ir(layer, model, folder, weight_format, quantization, states_file)

@@ -29,14 +29,14 @@ APPENDED_NAMES = {"fc": "eh_proj", "embedding": "enorm", "hidden": "hnorm", "nor
 
 
 def write_checkpoint(
-    folder: Path, family: str, *, appended: bool = False, vision: str = "", tied: bool = False
+    folder: Path, family: str, *, appended: bool = False, vision: str = "", tied: bool = False, vocabulary: int = VOCAB
 ) -> Path:
     """Write a random model of a family with an MTP layer into ``folder``, and return it."""
     import transformers
 
     torch.manual_seed(0)
     config_class = getattr(transformers, FAMILIES[family].config)
-    config = config_class(**FAMILIES[family].arguments | {"tie_word_embeddings": tied})
+    config = config_class(**FAMILIES[family].arguments | {"tie_word_embeddings": tied, "vocab_size": vocabulary})
     entries = config.to_dict()
     one_layer = entries | {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
     layer_count, width = config.num_hidden_layers, config.hidden_size
@@ -105,14 +105,18 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("dense") / "checkpoint", "qwen3")
 
 
-def test_a_large_vocabulary_is_trimmed(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary_is_trimmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To what the model itself uses most, in texts that it writes during the export."""
-    for name, value in {"MAX_FULL_VOCABULARY": 100, "TRIMMED_VOCABULARY": 128, "TEXT_SECONDS": 8.0}.items():
-        monkeypatch.setattr(mtp_vocabulary, name, value)
-    export_pair(str(dense), "mtp", tmp_path / "pair")
+    monkeypatch.setattr(mtp_vocabulary, "TEXT_SECONDS", 8.0)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen3", vocabulary=mtp_vocabulary.MAX_FULL_VOCABULARY + 1)
+    export_pair(str(checkpoint), "mtp", tmp_path / "pair")
     lm = ovspec.load(tmp_path / "pair", "mtp", cache_dir=tmp_path / "cache")
-    assert lm.draft and lm.draft.ir.target_ids is not None and len(lm.draft.ir.target_ids) == 128
-    assert not (tmp_path / "pair" / "texts").exists()
+    assert (
+        lm.draft
+        and lm.draft.ir.target_ids is not None
+        and len(lm.draft.ir.target_ids) == mtp_vocabulary.TRIMMED_VOCABULARY
+    )
+    assert not [*(tmp_path / "pair").rglob("*.npy")] and not (tmp_path / "pair" / "texts").exists()
     text = lm.generate("def f(x):", max_tokens=8, ignore_eos=True, lookahead=2)
     assert text.stats.drafters["mtp"]["proposed"] and read_manifest(tmp_path / "pair", verify=True)
 

@@ -29,7 +29,6 @@ def measure_gain(
     """
     import ovspec
     from ovspec.api.timing import default_prompts, summarize_mode, time_modes
-    from ovspec.ir.heads import is_head_folder
 
     began = time.monotonic()
     prompts = read_held_out_prompts(Path(documents_file)) or default_prompts()
@@ -37,7 +36,8 @@ def measure_gain(
     models = {"plain": lm.with_drafters(None)}
     if old_draft:
         models[OLD_DRAFT_MODE] = ovspec.load(model, old_draft, cache_memory=0)
-    models["head" if is_head_folder(Path(new_draft)) else "draft"] = lm
+    assert lm.draft
+    models[lm.draft.proposer_name] = lm
     generation_options: JsonObject = {"lookahead": "auto", "temperature": 0.0, "ignore_eos": True}
     first_stats = lm.generate(prompts[0], max_tokens=MIN_GENERATED_TOKENS, lookahead=0, ignore_eos=True).stats
     seconds_left = seconds - (time.monotonic() - began)
