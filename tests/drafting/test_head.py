@@ -24,7 +24,7 @@ from kept import kept_model
 from moves import moving_texts
 from ovspec_export import Compression, export_pair
 from ovspec_export.heads import load_head_checkpoint
-from torch_heads import Proposed, TorchHead, note_proposals
+from torch_heads import FEATURE_BUGS, Proposed, TorchHead, note_proposals
 
 import ovspec
 from ovspec.base.errors import OvspecError
@@ -165,29 +165,11 @@ def test_planted_bugs_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No bug changes the text: only the proposals show it."""
-    features, truncate, inputs = PagedDecoder.features, PagedDecoder.truncate, head_graphs.find_layer_inputs
+    inputs = head_graphs.find_layer_inputs
     if bug == "wrong layer":
         monkeypatch.setattr(head_graphs, "find_layer_inputs", lambda *given: inputs(*given)[::-1])
-    elif bug == "off by one":
-
-        def earlier(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
-            return features(self, row, max(0, begin - 1), end)[: end - begin]
-
-        monkeypatch.setattr(PagedDecoder, "features", earlier)
-    elif bug == "rejected token":
-        rejected: dict[int, np.ndarray] = {}
-
-        def noting(self: PagedDecoder, row: int, length: int) -> None:
-            if FEATURES_OUTPUT in self._tensors.arrays:
-                rejected.update({at: features(self, row, at, at + 1)[0] for at in range(length, len(self.rows[row]))})
-            truncate(self, row, length)
-
-        def stale(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
-            found = features(self, row, begin, end)
-            return np.array([rejected.get(begin + at, values) for at, values in enumerate(found)]).reshape(found.shape)
-
-        monkeypatch.setattr(PagedDecoder, "truncate", noting)
-        monkeypatch.setattr(PagedDecoder, "features", stale)
+    elif bug in FEATURE_BUGS:
+        FEATURE_BUGS[bug](monkeypatch)
     lm = load_headed()
     if bug == "no d2t":
         assert lm.draft and lm.draft.ir.target_ids is not None

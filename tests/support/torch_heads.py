@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from ovspec.cache.paged import PagedDecoder
 from ovspec.drafting.drafter import RowToDraft
 from ovspec.drafting.head import HeadDrafter
 from ovspec.drafting.lookahead import Lookahead
+from ovspec.ir.heads import FEATURES_OUTPUT
 
 CLEAR = 1e-3  # logits that are nearer than this may come in another order
 
@@ -86,3 +88,31 @@ class TorchHead:
             if entries + 1 >= begin and text[entries + 1] not in likely:
                 return False
         return True
+
+
+def read_earlier_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = PagedDecoder.features
+
+    def earlier(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
+        return features(self, row, max(0, begin - 1), end)[: end - begin]
+
+    monkeypatch.setattr(PagedDecoder, "features", earlier)
+
+
+def keep_rejected_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, truncate, rejected = PagedDecoder.features, PagedDecoder.truncate, dict[int, np.ndarray]()
+
+    def noting(self: PagedDecoder, row: int, length: int) -> None:
+        if FEATURES_OUTPUT in self._tensors.arrays:
+            rejected.update({at: features(self, row, at, at + 1)[0] for at in range(length, len(self.rows[row]))})
+        truncate(self, row, length)
+
+    def stale(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
+        found = features(self, row, begin, end)
+        return np.array([rejected.get(begin + at, values) for at, values in enumerate(found)]).reshape(found.shape)
+
+    monkeypatch.setattr(PagedDecoder, "truncate", noting)
+    monkeypatch.setattr(PagedDecoder, "features", stale)
+
+
+FEATURE_BUGS = {"off by one": read_earlier_features, "rejected token": keep_rejected_features}

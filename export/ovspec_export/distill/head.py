@@ -135,11 +135,7 @@ def train_head(
     """
     began = time.monotonic()
     work_path = Path(work_folder)
-    target_tables = load_file(work_path / TARGET_TABLES_FILE)
-    embedding = target_tables["embedding"]
-    lm_head_rows = target_tables.get("lm_head", target_tables["embedding"])
-    examples = read_examples(work_path, held_out=False)
-    target_ids = choose_draft_ids(examples, len(lm_head_rows), draft_vocabulary)
+    examples, embedding, lm_head_rows, target_ids = read_training_inputs(work_path, draft_vocabulary)
     training_state: dict[str, Any] = {}
     if (work_path / TRAINING_STATE_FILE).is_file():
         training_state = torch.load(work_path / TRAINING_STATE_FILE, "cpu", weights_only=True)
@@ -176,6 +172,18 @@ def train_head(
     extra_state = {"config": config, "divisor": feature_divisor, "ids": target_ids}
     limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
     train_student(student, work_path, training_state, extra_state, limits)
+
+
+def read_training_inputs(work_folder: Path, draft_vocabulary: int) -> tuple[Examples, Tensor, Tensor, Tensor]:
+    """Return what a head learns from: examples, the target's embedding and lm_head, and the ids that it can propose.
+
+    The tables are [vocabulary, hidden]; of the ids there are ``draft_vocabulary``, sorted.
+    """
+    target_tables = load_file(work_folder / TARGET_TABLES_FILE)
+    embedding = target_tables["embedding"]
+    lm_head_rows = target_tables.get("lm_head", embedding)
+    examples = read_examples(work_folder, held_out=False)
+    return examples, embedding, lm_head_rows, choose_draft_ids(examples, len(lm_head_rows), draft_vocabulary)
 
 
 def choose_draft_ids(examples: Examples, vocab_size: int, id_count: int) -> Tensor:

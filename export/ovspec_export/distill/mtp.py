@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.base.json_types import JsonObject
-from ovspec_export.distill.features import Example, read_examples
-from ovspec_export.distill.head import HeadStudent, choose_draft_ids
+from ovspec_export.distill.features import Example
+from ovspec_export.distill.head import HeadStudent, read_training_inputs
 from ovspec_export.distill.head_initialization import INITIAL_CONFIDENCE, compute_rms_sizes, fit_linear_guess
 from ovspec_export.distill.training import TrainingLimits, train_student
-from ovspec_export.distill.work_folder import TARGET_TABLES_FILE, TRAINING_STATE_FILE
+from ovspec_export.distill.work_folder import TRAINING_STATE_FILE
 from ovspec_export.draft_vocabulary import write_draft_vocabulary
 from ovspec_export.heads import EagleHead
 from ovspec_export.mtp import MtpLayer, load_mtp_layer, make_new_mtp_layer, save_mtp_layer
@@ -54,11 +53,7 @@ def train_mtp(
     """
     began = time.monotonic()
     work_path = Path(work_folder)
-    target_tables = load_file(work_path / TARGET_TABLES_FILE)
-    embedding = target_tables["embedding"]
-    lm_head_rows = target_tables.get("lm_head", embedding)
-    examples = read_examples(work_path, held_out=False)
-    target_ids = choose_draft_ids(examples, len(lm_head_rows), draft_vocabulary)
+    examples, embedding, lm_head_rows, target_ids = read_training_inputs(work_path, draft_vocabulary)
     config = read_text_config(Path(model))
     training_state: dict[str, Any] = {}
     if start_checkpoint and not (work_path / TRAINING_STATE_FILE).is_file():
