@@ -384,7 +384,13 @@ def test_nothing_is_read_where_options_are_wrong(pair: Path, environment: dict[s
 
 
 # Says at once what a command begins.
-AT_ONCE = "from ovspec.base import progress; progress.QUIET = 0.0; from ovspec.__main__ import main; main()"
+AT_ONCE = """
+from ovspec.__main__ import main
+from ovspec.base import progress
+assert progress.SHOW_AFTER_SECONDS > 0
+progress.SHOW_AFTER_SECONDS = 0.0
+main()
+"""
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to a whole console")
