@@ -21,6 +21,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.progress import format_size, show_step
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.ir.heads import list_head_layers
 from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
@@ -38,7 +39,7 @@ SMALLEST_GROUP_SIZE = 16  # weights that share a scale
 JOB_FAILURES = {
     "export_with_optimum": "optimum-cli could not export it",
     "convert_eagle_head": "the head could not be converted",
-    "convert_mtp_layer": "its MTP layer could not be converted",
+    "convert_mtp_layers": "its MTP layer could not be converted",
     "unpack_gguf_weights": "its weights could not be unpacked",
     "convert_tokenizer": "its tokenizer could not be converted",
     "save_first_layers": "its first layers could not be saved as a checkpoint",
@@ -153,7 +154,7 @@ def convert_head(
 def convert_mtp_layer(
     source: MtpSource, folder: Path, compression: Compression, target_ids: np.ndarray | None, states_file: Path
 ) -> None:
-    """Write the IR of an MTP layer into ``folder``.
+    """Write the IR of an MTP layer into ``folder``, and those of further layers in it.
 
     Args:
         target_ids: the ids of the tokens that it can propose, (n,); None for all.
@@ -169,7 +170,7 @@ def convert_mtp_layer(
         arguments["ids_file"] = str(ids_file)
     config = make_layer_config(source.config.get("text_config") or source.config)
     try:
-        convert_head_with("convert_mtp_layer", source, folder, compression, states_file, arguments, config)
+        convert_head_with("convert_mtp_layers", source, folder, compression, states_file, arguments, config)
     finally:
         states_file.with_name("ids.npy").unlink(missing_ok=True)
 
@@ -201,7 +202,8 @@ def convert_head_with(
             states_file=str(states_file),
             **arguments,
         )
-        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
+        for layer_folder in list_head_layers(folder):
+            (layer_folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
         conversion_step.result = describe_folder_size(folder)
 
 
@@ -241,7 +243,8 @@ def copy_ir_files(source: Source, folder: Path) -> None:
     def is_ir_file(file: Path) -> bool:
         return file.name != MANIFEST_FILE and (file.suffix in TEXT_SUFFIXES or file.name.startswith("openvino_"))
 
-    copy_model_files(source.path, folder, is_ir_file)
+    for layer_folder in list_head_layers(source.path):
+        copy_model_files(layer_folder, folder / layer_folder.relative_to(source.path), is_ir_file)
 
 
 def run_worker_job(
@@ -347,7 +350,8 @@ def describe_failure(error_text: str, returncode: int, folder: Path = Path()) ->
 
 def describe_folder_size(folder: Path) -> str:
     """Return the size of the files in ``folder``, in words."""
-    return format_size(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
+    files = [path for layer_folder in list_head_layers(folder) for path in layer_folder.iterdir() if path.is_file()]
+    return format_size(sum(path.stat().st_size for path in files))
 
 
 def estimate_disk_space(source: Source, compression: Compression) -> float:

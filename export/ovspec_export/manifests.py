@@ -10,7 +10,7 @@ import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import format_size, show_step
 from ovspec.ir.compile import read_model_graph
-from ovspec.ir.heads import add_features_output, read_head_graph
+from ovspec.ir.heads import add_features_output, list_head_layers, read_head_graph
 from ovspec.setup.manifest import MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, hash_file
 from ovspec_export.compression import Compression
 from ovspec_export.folders import replace_folder
@@ -51,7 +51,7 @@ def make_manifest_entry(
         try:
             target = target or folder.parent
             read_model_graph(target, lambda model: add_features_output(model, target, folder))
-            states = read_head_graph(folder, target).states
+            states = [state for layer in list_head_layers(folder) for state in read_head_graph(layer, target).states]
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None
     else:

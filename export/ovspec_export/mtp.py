@@ -138,17 +138,22 @@ def make_layout(config: Any, layer: nn.Module) -> HeadLayout:
     )
 
 
-def load_mtp_layer(folder: Path, name: str, **loading_options: Any) -> tuple[MtpLayer, Any]:
-    """Return the MTP layer of the checkpoint in ``folder``, with weights in f32, and the model that holds it.
+def count_mtp_layers(folder: Path) -> int:
+    """Return the number of MTP layers of the checkpoint in ``folder``."""
+    return len(find_mtp_layers(find_tensor_files(folder), read_json(folder / "config.json")))
 
-    loading_options: of ``from_pretrained``.
+
+def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: Any) -> tuple[MtpLayer, Any]:
+    """Return an MTP layer of the checkpoint in ``folder``, with weights in f32, and the model that holds it.
+
+    depth: number of layers before it. loading_options: of ``from_pretrained``.
 
     Raises:
         OvspecError: a tensor is missing, or is unknown.
     """
     config = read_json(folder / "config.json")
     tensor_files = find_tensor_files(folder)
-    new_names = find_mtp_layers(tensor_files, config)[0]
+    new_names = find_mtp_layers(tensor_files, config)[depth]
     tensors = {
         new_names[old_name]: tensor
         for old_name, tensor in read_tensors({old_name: tensor_files[old_name] for old_name in new_names}).items()

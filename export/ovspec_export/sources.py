@@ -263,19 +263,21 @@ class HeadSource(Source):
 
 @dataclass(frozen=True)
 class MtpSource(HeadSource):
-    """The MTP layer in a checkpoint: beside its model, or alone."""
+    """The MTP layers in a checkpoint: beside its model, or alone."""
 
     @functools.cached_property
-    def tensor_names(self) -> dict[str, str]:
-        """This package's names of its tensors, by their names in the checkpoint; empty if it has no such layer."""
-        config = self.config.get("text_config") or self.config
-        layers = find_mtp_layers(super().tensor_headers(), config)
-        return layers[0] if layers else {}
+    def layers(self) -> list[dict[str, str]]:
+        """For each layer, this package's names of its tensors, by their names in the checkpoint."""
+        return find_mtp_layers(super().tensor_headers(), self.config.get("text_config") or self.config)
 
     def tensor_headers(self) -> dict[str, JsonObject]:
-        """Return the headers of its tensors, by this package's names."""
+        """Return the headers of the tensors, by this package's names; each further layer has a longer prefix."""
         headers = super().tensor_headers()
-        return {new_name: headers[name] for name, new_name in self.tensor_names.items()}
+        return {
+            "next." * depth + new_name: headers[name]
+            for depth, names in enumerate(self.layers)
+            for name, new_name in names.items()
+        }
 
     @property
     def model_type(self) -> str:
@@ -299,7 +301,7 @@ def find_own_mtp_layer(target: Source) -> MtpSource | None:
     if target.is_ir or isinstance(target, (GgufSource, HeadSource)):
         return None
     mtp_layer = MtpSource(f"{target.name}, MTP layer", target.path, False, target.revision)
-    return mtp_layer if mtp_layer.tensor_names else None
+    return mtp_layer if mtp_layer.layers else None
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
@@ -374,7 +376,7 @@ def check_head_files(source: HeadSource, name: str) -> None:
     if not files:
         raise OvspecError(f"{name}: no model.safetensors and no pytorch_model.bin in it; download the head again.")
     if isinstance(source, MtpSource):
-        if not source.tensor_names:
+        if not source.layers:
             raise OvspecError(f"{name}: no MTP layer in it; download it again.")
         return
     index_file = f"{'pytorch_model.bin' if source.pickled_files() else 'model.safetensors'}.index.json"

@@ -104,7 +104,7 @@ def convert_eagle_head(
     save_head_ir(head, model, folder, weight_format, quantization, states_file)
 
 
-def convert_mtp_layer(
+def convert_mtp_layers(
     source: str,
     name: str,
     folder: str,
@@ -114,22 +114,28 @@ def convert_mtp_layer(
     quantization: JsonObject,
     states_file: str,
 ) -> None:
-    """Write the MTP layer in the checkpoint ``source`` as an IR into ``folder``.
+    """Write the MTP layers in the checkpoint ``source`` as IRs: the first one into ``folder``, each next one in it.
 
     ids_file: a file with the ids of the tokens that it can propose, or "" for all. states_file: a file with what the
     target's lm_head reads for some text.
     """
     import numpy as np
 
+    from ovspec.ir.heads import NEXT_LAYER_FOLDER
     from ovspec_export.heads import convert_head_to_ir
-    from ovspec_export.mtp import load_mtp_layer
+    from ovspec_export.mtp import count_mtp_layers, load_mtp_layer
     from ovspec_export.patches import adapt_optimum, patch_for_tracing
 
-    layer, layer_model = load_mtp_layer(Path(source), name, **adapt_optimum(model_type))
-    layer.target_ids = np.load(ids_file) if ids_file else None
-    with patch_for_tracing(layer_model, model_type):
-        model = convert_head_to_ir(layer, [])
-    save_head_ir(layer, model, folder, weight_format, quantization, states_file)
+    loading_options = adapt_optimum(model_type)
+    layer_folder = Path(folder)
+    for depth in range(count_mtp_layers(Path(source))):
+        layer, layer_model = load_mtp_layer(Path(source), name, depth, **loading_options)
+        layer.target_ids = np.load(ids_file) if ids_file else None
+        with patch_for_tracing(layer_model, model_type):
+            model = convert_head_to_ir(layer, [])
+        layer_folder.mkdir(exist_ok=True)
+        save_head_ir(layer, model, str(layer_folder), weight_format, quantization, states_file)
+        layer_folder = layer_folder / NEXT_LAYER_FOLDER
 
 
 def save_head_ir(
@@ -283,7 +289,7 @@ JOBS: dict[str, Callable[..., None]] = {
     for job in (
         export_with_optimum,
         convert_eagle_head,
-        convert_mtp_layer,
+        convert_mtp_layers,
         unpack_gguf_weights,
         convert_tokenizer,
         save_first_layers,

@@ -214,6 +214,6 @@ def list_named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[st
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     draft_model = runtime.models.draft
     named_entries = [("target", runtime.models.target, decoders.target)]
-    if draft_model and decoders.draft and not draft_model.is_head:  # a head reads the target's features
-        named_entries.append(("draft", draft_model, decoders.draft))
+    if draft_model and not draft_model.is_head:  # a head reads the target's features
+        named_entries.append(("draft", draft_model, decoders.drafts[0]))
     return named_entries

@@ -90,8 +90,8 @@ def run_file(
 
 def list_text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
     """Return the models whose numbers decide texts: with rejection, sampled tokens depend on the proposals, too."""
-    draft = [lm.draft] if params.accept == "rejection" and lm.draft else []
-    return [lm.target, *draft]
+    draft_layers = lm.draft.list_layers() if params.accept == "rejection" and lm.draft else []
+    return [lm.target, *draft_layers]
 
 
 def make_run_identity(lm: LanguageModel, params: Params) -> str:

@@ -1,11 +1,17 @@
-"""The decoder of an EAGLE-3 head (Li et al., arXiv 2503.01840), which reads its target's features with each token.
+"""The decoder of a head, which reads its target's features with each token: EAGLE-3 or MTP layers.
 
-An entry of its cache is a token with the features of the token before it, so a text has one entry fewer than tokens.
-Tokens that the target hasn't read have no features. After these, the head reads its own output for the entry
-before; such guessed entries are dropped once it has proposed.
+An entry of a layer's cache is a token with the features of a token before it: in the first layer the token right
+before, in each next layer one further back, with the output of the layer before as features (DeepSeek-V3, arXiv
+2412.19437). So of n tokens whose features are known, every layer has n entries, and the last one proposes the first,
+the second, … token that the target hasn't read.
+
+Beyond its layers, a head reads the last layer's own output instead of features; such guessed entries are dropped once
+it has proposed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,71 +20,55 @@ from ovspec.cache.prefill import MIN_SHARED_TOKENS
 from ovspec.cache.sequence import Sequence
 
 NO_LOGITS = np.empty((0, 0), dtype=np.float32)
+NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class HeadDecoder:
     """A ``BaseDecoder`` whose rows follow the texts of a target's rows.
 
     Args:
-        entry_decoder: the decoder of the head's own graph; its row i holds the entries of the target's row i.
-        target: the decoder that has the features.
+        layer_decoders: the decoder of each layer's own graph, of which an EAGLE-3 head has one; its row i holds the
+            entries of the target's row i.
+        target: the decoder that has the first layer's features.
     """
 
     fills_width = False
     rule = FAST_RULE
 
-    def __init__(self, entry_decoder: Decoder, target: Decoder) -> None:
-        self._entry_decoder = entry_decoder
+    def __init__(self, layer_decoders: list[Decoder], target: Decoder) -> None:
+        self._layer_decoders = layer_decoders
+        self._last_layer = layer_decoders[-1]
         self._target = target
-        self.context_length = entry_decoder.context_length
-        self._reset_rows(len(entry_decoder.rows))
+        self.context_length = layer_decoders[0].context_length
+        self._reset_rows(len(layer_decoders[0].rows))
 
     @property
     def seconds(self) -> float:
-        return self._entry_decoder.seconds
+        return sum(decoder.seconds for decoder in self._layer_decoders)
 
     @property
     def inferences(self) -> int:
-        return self._entry_decoder.inferences
+        return sum(decoder.inferences for decoder in self._layer_decoders)
 
     def count_known_features(self, row: int, sequence: Sequence) -> int:
         """Return the number of tokens before the last one of ``sequence`` that have features."""
         return max(0, min(self._target.rows[row].common_prefix_length(sequence.tokens), len(sequence) - 1))
 
     def reset(self, rows: int) -> None:
-        self._entry_decoder.reset(rows)
+        for decoder in self._layer_decoders:
+            decoder.reset(rows)
         self._reset_rows(rows)
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         """Keep each row's entries that fit its text, or reuse entries that another text has left."""
-        entry_sequences: list[Sequence] = []
+        self._own_last_outputs.clear()
         for row, sequence in enumerate(sequences):
-            tokens = sequence.tokens
-            cached_entries = self._entry_decoder.rows[row]
-            feature_count = self.count_known_features(row, sequence)
-            # Entries are also computed from the first token, which none of them contains.
-            owner = (sequence.owner, int(tokens[0])) if len(tokens) else None
-            shared_count = 0
-            if cached_entries.owner == owner:
-                shared_count = cached_entries.common_prefix_length(
-                    tokens[1:feature_count]
-                )  # the last one is read again
-            if shared_count < len(cached_entries):
-                self._entry_decoder.truncate(row, shared_count)
-            entry_sequence = (
-                Sequence(tokens[1 : feature_count + 1])
-                if feature_count - shared_count > MIN_SHARED_TOKENS
-                else cached_entries
-            )
-            entry_sequence.owner = owner
-            entry_sequences.append(entry_sequence)
-            self._feature_counts[row] = feature_count
-            self._own_last_outputs[row] = None
-        self._entry_decoder.reuse_prefixes(entry_sequences)
+            self._feature_counts[row] = self.count_known_features(row, sequence)
+        for depth, decoder in enumerate(self._layer_decoders, 1):
+            self._reuse_layer_prefixes(depth, decoder, sequences)
         for row, (read_sequence, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
-            row_entries = self._entry_decoder.rows[row]
-            row_entries.owner = entry_sequences[row].owner
-            tokens = sequence.tokens[: len(row_entries) + 1 if len(row_entries) else 0]
+            entry_count = len(self._layer_decoders[0].rows[row])
+            tokens = sequence.tokens[: entry_count + 1 if entry_count else 0]
             shared_count = read_sequence.common_prefix_length(tokens)
             read_sequence.rewind(shared_count)
             read_sequence.commit(tokens[shared_count:])
@@ -86,46 +76,50 @@ class HeadDecoder:
     def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         """Append tokens as ``Decoder.feed`` does; each row can get at most the logits after its last token.
 
-        Tokens with features are read in one inference, tokens after them one by one.
+        Each layer reads its tokens with features in one inference; the last layer reads tokens after them one by one.
         """
+        for read_sequence, row_tokens in zip(self.rows, tokens, strict=True):
+            read_sequence.commit(row_tokens)
+        fed_rows = [row for row, row_tokens in enumerate(tokens) if len(row_tokens)]
+        proposing_rows = [row for row in fed_rows if logits_counts[row]]
+        # The layer that proposes each row's next token; the layers after it read nothing.
+        depths = dict.fromkeys(fed_rows, 1) | {row: self._choose_proposing_layer(row) for row in proposing_rows}
         logits = [NO_LOGITS] * len(tokens)
-        unread_tokens = [self._skip_first_token(row, row_tokens) for row, row_tokens in enumerate(tokens)]
-        while any(map(len, unread_tokens)):
-            part_lengths = [
-                max(1, feature_count - len(sequence) + 1)
-                for feature_count, sequence in zip(self._feature_counts, self.rows, strict=True)
-            ]
-            parts = [row_tokens[:length] for row_tokens, length in zip(unread_tokens, part_lengths, strict=True)]
-            unread_tokens = [row_tokens[len(part) :] for row_tokens, part in zip(unread_tokens, parts, strict=True)]
-            part_logits_counts = [
-                int(len(part) > 0 and bool(logits_count or len(unread_ids)))
-                for part, logits_count, unread_ids in zip(parts, logits_counts, unread_tokens, strict=True)
-            ]
-            features = [self._next_features(row, len(part)) for row, part in enumerate(parts)]
-            part_logits = self._entry_decoder.feed(parts, part_logits_counts, 0, features)
-            is_last = not any(map(len, unread_tokens))
-            for row, (part, logits_count) in enumerate(zip(parts, part_logits_counts, strict=True)):
-                self.rows[row].commit(part)
-                if logits_count:
-                    logits[row] = part_logits[row] if is_last else part_logits[row].copy()
-                    self._own_last_outputs[row] = self._entry_decoder.hidden[row].copy()
+        for depth, decoder in enumerate(self._layer_decoders, 1):
+            source = self._layer_decoders[depth - 2] if depth > 1 else self._target
+            logits_rows = {row for row in proposing_rows if depth == depths[row]}
+            parts: dict[int, np.ndarray] = {}
+            features: dict[int, np.ndarray] = {}
+            for row in fed_rows:
+                if depth <= depths[row]:
+                    parts[row] = self._select_tokens_with_features(row, depth, row in logits_rows)
+                    entry_count = len(decoder.rows[row])
+                    features[row] = source.features(row, entry_count, entry_count + len(parts[row]))
+            self._feed_layer(decoder, parts, features, logits_rows, logits)
+        guessing_rows = [row for row in proposing_rows if depths[row] == len(self._layer_decoders)]
+        while parts := self._select_guessed_entries(guessing_rows):
+            for row in guessing_rows:
+                logits[row] = logits[row].copy()  # before the next inference
+            self._feed_layer(self._last_layer, parts, self._own_last_outputs, {*parts}, logits)
         return logits
 
     def drop_guessed_entries(self) -> None:
         """Drop the entries that were made without features."""
         for row, (feature_count, cached_entries) in enumerate(
-            zip(self._feature_counts, self._entry_decoder.rows, strict=True)
+            zip(self._feature_counts, self._last_layer.rows, strict=True)
         ):
             if len(cached_entries) > feature_count:
                 cached_entries.rewind(feature_count)  # first, so that no other text finds them
-                self._entry_decoder.truncate(row, feature_count)
+                self._last_layer.truncate(row, feature_count)
 
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
-        self._entry_decoder.truncate(row, max(0, length - 1))
+        for depth, decoder in enumerate(self._layer_decoders, 1):
+            decoder.truncate(row, min(len(decoder.rows[row]), max(0, length - depth)))
 
     def reorder(self, rows: list[int]) -> None:
-        self._entry_decoder.reorder(rows)
+        for decoder in self._layer_decoders:
+            decoder.reorder(rows)
         sequences = reorder_sequences(self.rows, rows)
         self._reset_rows(len(rows))
         self.rows = sequences
@@ -133,24 +127,84 @@ class HeadDecoder:
     def _reset_rows(self, row_count: int) -> None:
         self.rows = [Sequence() for _ in range(row_count)]  # the text that each row has read, its first token included
         # Tokens of the text with features: at least those of the entries that remain.
-        self._feature_counts = list(map(len, self._entry_decoder.rows))
-        # The head's output for the last entry, (1, width).
-        self._own_last_outputs: list[np.ndarray | None] = [None] * row_count
+        self._feature_counts = list(map(len, self._layer_decoders[0].rows))
+        # The last layer's output for its last entry, (1, width), by row.
+        self._own_last_outputs: dict[int, np.ndarray] = {}
 
-    def _skip_first_token(self, row: int, new_tokens: np.ndarray) -> np.ndarray:
-        """Begin a text, whose first token has no entry; return the ``new_tokens`` that have one."""
-        if len(self.rows[row]) or not len(new_tokens):
-            return new_tokens
-        self.rows[row].commit(new_tokens[:1])
-        return new_tokens[1:]
+    def _reuse_layer_prefixes(self, depth: int, decoder: Decoder, sequences: list[Sequence]) -> None:
+        entry_sequences: list[Sequence] = []
+        for row, sequence in enumerate(sequences):
+            layer_tokens = sequence.tokens[depth:]
+            feature_count = self._feature_counts[row]
+            cached_entries = decoder.rows[row]
+            # Entries are also computed from the first tokens, which none of them contains.
+            owner = (sequence.owner, *sequence.tokens[:depth].tolist()) if len(sequence) else None
+            shared_count = 0
+            if cached_entries.owner == owner:
+                # The last one is read again.
+                shared_count = cached_entries.common_prefix_length(layer_tokens[: max(0, feature_count - 1)])
+            if shared_count < len(cached_entries):
+                decoder.truncate(row, shared_count)
+            entry_sequence = (
+                Sequence(layer_tokens[:feature_count])
+                if feature_count - shared_count > MIN_SHARED_TOKENS
+                else cached_entries
+            )
+            entry_sequence.owner = owner
+            entry_sequences.append(entry_sequence)
+        decoder.reuse_prefixes(entry_sequences)
+        for cached_entries, entry_sequence in zip(decoder.rows, entry_sequences, strict=True):
+            cached_entries.owner = entry_sequence.owner
 
-    def _next_features(self, row: int, token_count: int) -> np.ndarray:
-        """Return the features to read with the next ``token_count`` tokens of ``row``, (count, width)."""
-        entry_count = len(self.rows[row]) - 1
-        if not token_count:
-            return self._target.features(row, 0, 0)
-        if entry_count < self._feature_counts[row]:
-            return self._target.features(row, entry_count, entry_count + token_count)
-        own_output = self._own_last_outputs[row]
-        assert own_output is not None, "the entry before was read, and its logits were wanted"
-        return own_output
+    def _choose_proposing_layer(self, row: int) -> int:
+        """Return which layer proposes the token after those that ``row`` has read, counted from 1."""
+        unknown_count = len(self.rows[row]) - self._feature_counts[row]
+        return min(max(unknown_count, 1), len(self._layer_decoders))
+
+    def _select_tokens_with_features(self, row: int, depth: int, wants_logits: bool) -> np.ndarray:
+        """Return the tokens of ``row`` that a layer hasn't read, and that have features.
+
+        ``wants_logits``: the layer reads the last token again if it has read all of them.
+        """
+        layer_tokens = self.rows[row].tokens[depth:]
+        end = min(self._feature_counts[row], len(layer_tokens))
+        decoder = self._layer_decoders[depth - 1]
+        if wants_logits and end == len(layer_tokens) == len(decoder.rows[row]):
+            decoder.truncate(row, end - 1)
+        return layer_tokens[len(decoder.rows[row]) : end]
+
+    def _select_guessed_entries(self, rows: list[int]) -> dict[int, np.ndarray]:
+        """Return the next token, by row, that the last layer hasn't read, and that has no features."""
+        entry_counts = {row: len(self._last_layer.rows[row]) for row in rows}
+        layer_tokens = {row: self.rows[row].tokens[len(self._layer_decoders) :] for row in rows}
+        return {
+            row: layer_tokens[row][count : count + 1]
+            for row, count in entry_counts.items()
+            if count < len(layer_tokens[row])
+        }
+
+    def _feed_layer(
+        self,
+        decoder: Decoder,
+        parts: Mapping[int, np.ndarray],
+        features: Mapping[int, np.ndarray],
+        logits_rows: set[int],
+        logits: list[np.ndarray],
+    ) -> None:
+        """Append ``parts`` and their features, by row, to a layer, and write the logits of ``logits_rows``, in place.
+
+        Rows without a part get no tokens.
+        """
+        if not any(map(len, parts.values())):
+            return
+        all_rows = range(len(self.rows))
+        no_features = next(iter(features.values()))[:0]
+        row_parts = [parts.get(row, NO_TOKENS) for row in all_rows]
+        counts = [int(row in logits_rows and len(part) > 0) for row, part in zip(all_rows, row_parts, strict=True)]
+        row_features = [features[row] if row in parts else no_features for row in all_rows]
+        part_logits = decoder.feed(row_parts, counts, 0, row_features)
+        for row in all_rows:
+            if counts[row]:
+                logits[row] = part_logits[row]
+                if decoder is self._last_layer:
+                    self._own_last_outputs[row] = decoder.hidden[row].copy()

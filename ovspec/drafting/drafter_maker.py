@@ -19,7 +19,7 @@ from ovspec.text.vocabulary import KnownTokenIds
 
 def make_drafter(
     choice: DraftChoice | None,
-    draft_decoder: Decoder | None,
+    draft_decoders: list[Decoder],
     target_decoder: Decoder | None,
     target_ids: np.ndarray | None,
     target_width: int,
@@ -30,7 +30,7 @@ def make_drafter(
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
     Args:
-        draft_decoder: the decoder of the draft model or head, if ``choice`` names one.
+        draft_decoders: the decoder of the draft model, or those of a head's layers, if ``choice`` names one.
         target_decoder: the target's decoder, if the draft is a head, which reads its features.
         target_ids: the target's id of each of the draft's logits; None if they are all of the target's.
         target_width: width of the target's logits.
@@ -45,12 +45,12 @@ def make_drafter(
         drafters.append(LookupDrafter(corpora))
     if choice.user_drafter is not None:
         drafters.append(UserDrafter(choice.user_drafter, known_ids))
-    if draft_decoder:
+    if draft_decoders:
         trimmed_vocabulary = None if target_ids is None else TrimmedVocabulary(target_ids, target_width)
         if target_decoder:
-            drafters.append(HeadDrafter(HeadDecoder(draft_decoder, target_decoder), trimmed_vocabulary, head_name))
+            drafters.append(HeadDrafter(HeadDecoder(draft_decoders, target_decoder), trimmed_vocabulary, head_name))
         else:
-            drafters.append(ModelDrafter(draft_decoder, trimmed_vocabulary))
+            drafters.append(ModelDrafter(draft_decoders[0], trimmed_vocabulary))
     for drafter in drafters:
         drafter.vocabulary = known_ids
     return DrafterChain(*drafters) if len(drafters) > 1 else drafters[0]

@@ -44,7 +44,7 @@ class DecoderSet:
 
     target: Decoder
     drafter: Drafter | None
-    draft: Decoder | None  # of the draft model, for the drafter
+    drafts: list[Decoder]  # of the draft model, or of a head's layers, for the drafter
     lookaheads: dict[bool, Lookahead]
 
     def select_drafter_and_lookahead(self, params: Params) -> tuple[Drafter | None, Lookahead]:
@@ -93,9 +93,7 @@ class ModelPair:
         self.shares_greedy_prefixes = not (
             cache_bytes is None and target.lacks_requested_exactness and target.is_reproducible
         )
-        self.loaded_models = [
-            loaded_model for loaded_model in (target, draft) if loaded_model
-        ]  # also a draft that no drafter uses
+        self.loaded_models = [target, *self._list_draft_layers()]  # also a draft that no drafter uses
         max_cache_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         if max_cache_bytes:
             for loaded_model in self.loaded_models:
@@ -113,26 +111,31 @@ class ModelPair:
 
     def compiled_irs(self, include_draft: bool = True) -> list[CompiledIR]:
         """Return the compiled IRs of the target and, with ``include_draft``, of the draft model."""
-        compiled_models = (self.target, self.draft) if include_draft else (self.target,)
-        return [model.ir for model in compiled_models if model]
+        draft_layers = self._list_draft_layers() if include_draft else []
+        return [model.ir for model in (self.target, *draft_layers)]
 
     def make_decoders(self) -> DecoderSet:
         """Return new decoders, which know the costs that a profile has measured."""
         target = self._make_decoder(self.target)
         target_costs = InferenceCosts(self.target.verify_ms, self.target.change_ms, target.fills_width, target.rule)
-        draft = None
+        drafts = [self._make_decoder(model) for model in self._list_draft_layers()]
         draft_costs = InferenceCosts()
         if self.draft:
-            draft = self._make_decoder(self.draft)
-            draft_costs = InferenceCosts(self.draft.verify_ms, self.draft.change_ms, draft.fills_width, draft.rule)
+            draft_costs = InferenceCosts(
+                self.draft.verify_ms, self.draft.change_ms, drafts[0].fills_width, drafts[0].rule
+            )
         lookaheads = {is_sampled: Lookahead(None, target_costs, draft_costs) for is_sampled in (False, True)}
-        return DecoderSet(target, self._make_drafter(target, draft), draft, lookaheads)
+        return DecoderSet(target, self._make_drafter(target, drafts), drafts, lookaheads)
 
     def fork_decoders(self, decoders: DecoderSet) -> DecoderSet:
         """Return copies of ``decoders`` that continue from the same texts."""
         target = decoders.target.fork()
-        draft = decoders.draft and decoders.draft.fork()
-        return DecoderSet(target, self._make_drafter(target, draft), draft, copy.deepcopy(decoders.lookaheads))
+        drafts = [draft.fork() for draft in decoders.drafts]
+        return DecoderSet(target, self._make_drafter(target, drafts), drafts, copy.deepcopy(decoders.lookaheads))
+
+    def _list_draft_layers(self) -> list[CompiledModel]:
+        """Return the draft model, or a head's layers."""
+        return self.draft.list_layers() if self.draft else []
 
     def _make_decoder(self, model: CompiledModel) -> Decoder:
         known_ids = self._known_ids
@@ -140,12 +143,12 @@ class ModelPair:
             known_ids = KnownTokenIds(missing_ids=np.flatnonzero(known_ids.unknown_mask(model.ir.target_ids)))
         return model.make_decoder(known_ids, shares_prefixes=True)
 
-    def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
+    def _make_drafter(self, target: Decoder, drafts: list[Decoder]) -> Drafter | None:
         target_ids = self.draft and self.draft.ir.target_ids
         feature_decoder = target if self.draft and self.draft.is_head else None
         return make_drafter(
             self.draft_choice,
-            draft,
+            drafts,
             feature_decoder,
             target_ids,
             self.target.ir.logits_width,

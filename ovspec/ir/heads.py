@@ -36,6 +36,7 @@ FEATURES_OUTPUT = "features"  # output added to a target, which the head reads w
 FUSION_INPUT = "target_hidden_states"  # input of the part that is moved into the target, whose output is FUSED
 FUSION_OUTPUT = "fused"
 HIDDEN_OUTPUT = "hidden"  # output of the head, which it reads with a token that has no features of the target yet
+NEXT_LAYER_FOLDER = "next"  # in an MTP layer's folder: the layer that proposes the token after its own
 IDENTITY_SIZE = 32  # rows of a product that changes nothing
 # In the IR's rt_info: the layers of the target whose inputs are fused; none where the lm_head's input is taken.
 TARGET_LAYERS_INFO = ["ovspec", "target_layers"]
@@ -45,6 +46,12 @@ def is_head_folder(folder: Path) -> bool:
     """Return whether the IR in ``folder`` is a head that ``ovspec export`` made."""
     file = folder / MODEL_FILE
     return file.is_file() and f'"{FUSION_INPUT}"'.encode() in file.read_bytes()
+
+
+def list_head_layers(folder: Path) -> list[Path]:
+    """Return the folder of each layer of the head in ``folder``, itself first."""
+    next_folder = folder / NEXT_LAYER_FOLDER
+    return [folder, *(list_head_layers(next_folder) if next_folder.is_dir() else [])]
 
 
 def is_mtp_folder(folder: Path) -> bool:
@@ -152,7 +159,8 @@ def read_target_layers(head: ov.Model) -> list[int]:
 def read_head_graph(folder: Path, target: Path) -> ModelGraph:
     """Return the part of the head in ``folder`` that proposes, with what it lacks of ``target``.
 
-    It has the input ``logits_idx`` like other models, which also picks rows of ``HIDDEN_OUTPUT``.
+    It has the input ``logits_idx`` like other models, which also picks rows of ``HIDDEN_OUTPUT``. A layer that others
+    follow gives them its whole output as features.
 
     Raises:
         OvspecError: the IR can't be read, or the head was made for another model.
@@ -171,6 +179,8 @@ def read_head_graph(folder: Path, target: Path) -> ModelGraph:
     picked_hidden = gather_rows_for_readers(model, hidden, list(hidden.get_target_inputs()))
     hidden.get_tensor().set_names(set())
     picked_hidden.get_tensor().set_names({HIDDEN_OUTPUT})
+    if len(list_head_layers(folder)) > 1:
+        add_output(model, hidden, FEATURES_OUTPUT)
     if is_mtp_layer(model):
         add_output(model, use_target_lm_head(picked_hidden, target_ids, folder, target), "logits")
     model.validate_nodes_and_infer_types()

@@ -76,11 +76,16 @@ class CompiledModel:
     kl_divergence: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
+    next_layer: CompiledModel | None = None  # of a head: the layer that proposes the token after its own
     prefix_cache: PrefixCache | None = field(default=None, init=False, repr=False)  # of all decoders
 
     @property
     def is_head(self) -> bool:
         return HIDDEN_OUTPUT in self.ir.outputs
+
+    def list_layers(self) -> list[CompiledModel]:
+        """Return a head's layers in order, or the model alone."""
+        return [self, *(self.next_layer.list_layers() if self.next_layer else [])]
 
     @functools.cached_property
     def proposer_name(self) -> str:

@@ -16,7 +16,7 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
 from ovspec.ir.crashes import choose_crash_free_options
 from ovspec.ir.device import DeviceOptions, is_gpu, parse_device_option
-from ovspec.ir.heads import HIDDEN_OUTPUT, read_head_graph
+from ovspec.ir.heads import HIDDEN_OUTPUT, list_head_layers, read_head_graph
 from ovspec.ir.matrix_products import join_products
 from ovspec.ir.paged_attention import rewrite_to_paged
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_arithmetic_rule
@@ -33,7 +33,7 @@ TWO_TOKEN_RULE = FeedRule(fewest=2, fewest_logits=2)
 
 
 def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
-    """Compile the head in ``folder`` as its ``target`` was, on the device of ``options``.
+    """Compile the head in ``folder``, all its layers, as its ``target`` was, on the device of ``options``.
 
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """
@@ -58,10 +58,15 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
         join_products(head_graph.model)
         properties["CACHE_DIR"] = ""
     ir = compile_graph(head_graph, folder, choose_crash_free_options(folder, replace(options, properties=properties)))
-    if not is_paged:
-        return CompiledModel(ir, "stateful", "as its target", RollbackMethod("mask"))
-    model = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device))
-    return choose_two_token_rule(model, options)
+    if is_paged:
+        feed_rule = fast_arithmetic_rule("paged", ir.device)
+        model = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, feed_rule)
+        choose_two_token_rule(model, options)
+    else:
+        model = CompiledModel(ir, "stateful", "as its target", RollbackMethod("mask"))
+    for next_folder in list_head_layers(folder)[1:2]:
+        model.next_layer = load_compiled_head(next_folder, target, options)
+    return model
 
 
 def load_compiled_draft(

@@ -108,8 +108,8 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
         decoders.target.reset(1)
         decoders.target.feed([text], [1])  # a head reads with the target's features
         times["draft"] = times_by_width(decoders.drafter.decoder, text)
-    elif decoders.draft:
-        times["draft"] = times_by_width(decoders.draft, text)
+    elif decoders.drafts:
+        times["draft"] = times_by_width(decoders.drafts[0], text)
     curves = dict[str, dict[int, float]]()
     for name, (same, changed) in times.items():
         curves |= {f"{name}_ms": same, f"{name}_changed_ms": changed}

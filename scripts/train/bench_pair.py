@@ -13,7 +13,7 @@ demo pair, or with --of another Llama checkpoint, such as SmolLM2-135M-Instruct,
 - MLP units are added whose outputs are almost zero.
 - Ids are added whose lm_head rows are means of real rows, because a mean of logits is never the largest logit.
 
-With --of, the checkpoint of an EAGLE-3 head is widened with its model, and proposes what it proposed before.
+With --of, the checkpoint of an EAGLE-3 head or MTP layer is widened with its model, and proposes what it did before.
 
 OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs; with --of, the draft is the head, if
 there is one. The logits are compared with the small model's, its weights rounded to bf16, and every export with its
@@ -45,7 +45,8 @@ CONTEXT = 8192  # of the widened models; texts longer than in the demo pair's tr
 TINY = 1e-6
 LAYER = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|input_layernorm|post_attention_layernorm)"
 LLAMA_WEIGHTS = rf"(model\.(embed_tokens|norm|layers\.\d+\.{LAYER})|lm_head)\.weight"
-HEAD_WEIGHTS = rf"d2t|t2d|(fc|norm|lm_head|midlayer\.(hidden_norm|{LAYER}))\.weight"
+MTP_WEIGHTS = rf"mtp\.(fc|norm|pre_fc_norm_(embedding|hidden)|layers\.0\.{LAYER})\.weight"
+HEAD_WEIGHTS = rf"{MTP_WEIGHTS}|d2t|t2d|(fc|norm|lm_head|midlayer\.(hidden_norm|{LAYER}))\.weight"
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 
 
@@ -182,7 +183,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
 
 
 def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat: int, copies: int) -> Any:
-    """Return (weights, config) of a wider EAGLE-3 head without an embedding, for a model that was widened.
+    """Return (weights, config) of a wider MTP layer or EAGLE-3 head (without an embedding) for a widened model.
 
     Args:
         weights: those of a checkpoint as 'ovspec distill' writes it; they are rounded to bf16.
@@ -217,28 +218,34 @@ def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat:
 def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
     """Write the widened checkpoint of a head; return the largest change of a logit in their standard deviations.
 
-    As with models, the change is that of widening, from the weights rounded to bf16.
+    As with models, the change is that of widening, from the weights rounded to bf16. An MTP layer's output stands for
+    the logits, which its target computes.
     """
-    from ovspec_export.heads import EagleHead, load_head_checkpoint
+    from ovspec_export.heads import load_head_checkpoint
+    from ovspec_export.mtp import load_mtp_layer
 
     config = read_config(source)
-    weights, wide = widen_head(load_file(source / "model.safetensors"), config, repeat, copies)
+    original = load_file(source / "model.safetensors")
+    weights, wide = widen_head(original, config, repeat, copies)
     write_checkpoint(weights, wide, folder)
+    is_mtp = "mtp.fc.weight" in original
+    load: Any = (lambda path: load_mtp_layer(path, path.name)[0]) if is_mtp else load_head_checkpoint
+    if (ids := source / "draft_vocabulary.json").is_file():
+        shutil.copy(ids, folder)
     generator, hidden, tokens = torch.Generator().manual_seed(1), config["hidden_size"], 32
-    states, embedded = (torch.randn(1, tokens, count * hidden, generator=generator) for count in (3, 1))
+    states, embedded = (torch.randn(1, tokens, n * hidden, generator=generator) for n in (1 if is_mtp else 3, 1))
 
     @torch.no_grad()
-    def logits_of_head(head: EagleHead, copies: int) -> torch.Tensor:
+    def logits_of_head(head: Any, copies: int) -> torch.Tensor:
         taps = torch.cat([part.repeat(1, 1, copies) for part in states.split(hidden, dim=2)], 2)
         ones = torch.ones((1, tokens), dtype=torch.int64)
-        positions = ones.cumsum(1) - 1
-        inputs = (embedded.repeat(1, 1, copies), head.fuse_target_states(taps), ones, positions, taps)
+        inputs = (embedded.repeat(1, 1, copies), head.fuse_target_states(taps), ones, ones.cumsum(1) - 1, taps)
         return head(*inputs, *head.make_empty_cache())[0]
 
-    rounded = load_head_checkpoint(source)
+    rounded = load(source)
     rounded.load_state_dict({name: weight.bfloat16().float() for name, weight in rounded.state_dict().items()})
-    before, after = logits_of_head(rounded, 1), logits_of_head(load_head_checkpoint(folder), repeat)
-    return float((after - before).abs().max() / before.std())
+    before, after = logits_of_head(rounded, 1), logits_of_head(load(folder), repeat)
+    return float((after[..., : before.shape[-1]] - before).abs().max() / before.std())
 
 
 def write_checkpoint(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
@@ -294,8 +301,7 @@ def check(source: Path, folder: Path) -> float:
     Raises:
         ValueError: an added id has the largest logit at some position.
     """
-    text = "".join(PROMPTS)
-    before, after = logits_of(source, text), logits_of(folder, text)
+    before, after = (logits_of(checkpoint, "".join(PROMPTS)) for checkpoint in (source, folder))
     known = before.shape[1]
     if after.shape[1] > known and (after[:, known:].amax(1) >= after[:, :known].amax(1)).any():
         raise ValueError(f"{folder}: an added id has the largest logit")
@@ -313,7 +319,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", choices=SIZES, default="1b", help="of the demo pair's widened models")
     parser.add_argument("--of", type=Path, metavar="CHECKPOINT", help="widen this Llama checkpoint, without a draft")
-    parser.add_argument("--head", type=Path, metavar="HEAD", help="with --of: widen this checkpoint of its head, too")
+    parser.add_argument("--head", type=Path, metavar="HEAD", help="with --of: widen its head or MTP layer, too")
     parser.add_argument("--vocab", type=int, default=32000, help="number of ids, unless the checkpoint has more")
     parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as in 'ovspec export'")
     args = parser.parse_args()
@@ -321,22 +327,20 @@ def main() -> None:
         parser.error("--head needs --of")
     checkpoints = args.out / "hf"
     target, draft = checkpoints / "target", checkpoints / "draft"
+    models = [(DEMO / name, checkpoints / name, shape) for name, shape in SIZES[args.size].items()]
     if args.of:
         models = [(args.of, target, shape_of(args.of))]
-    else:
-        models = [(DEMO / name, checkpoints / name, shape) for name, shape in SIZES[args.size].items()]
     for source, folder, shape in models:
         count = make_checkpoint(source, folder, shape, args.vocab)
         report_change(f"{folder.name}: {count / 1e6:,.0f} M parameters", check(source, folder))
         if args.head:
             report_change("head", make_head(args.head, draft, shape.repeat, mlp_copies(shape, read_config(source))))
-    has_draft = bool(args.head or not args.of)
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
         text.write_text("".join(PROMPTS), encoding="utf-8", newline="\n")
         for weight_format in args.weight_format:
             command = [sys.executable, "-m", "ovspec", "export", target, "-o", args.out / weight_format]
-            command += ["--overwrite", *(["--draft", draft] if has_draft else [])]
+            command += ["--overwrite", *(["--draft", draft] if args.head or not args.of else [])]
             command += ["--weight-format", weight_format, "--evaluate", text]
             subprocess.run([str(part) for part in command], check=True)
 

@@ -69,11 +69,8 @@ def main() -> None:
         (work / FEATURES_FOLDER).mkdir()
         choices = [certain_choices(document) for document in documents]
         write_shard(work / FEATURES_FOLDER / "0000000.safetensors", 0, choices)
-        draft.STEP_TOKENS, draft.PEAK_LEARNING_RATE, training.WARM_UP_STEPS = (
-            256,
-            3e-4,
-            20,
-        )  # a few minutes change its style
+        draft.STEP_TOKENS, draft.PEAK_LEARNING_RATE = 256, 3e-4  # a few minutes change its style
+        training.WARM_UP_STEPS = 20
         draft.train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
         shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))
         for file in (work / CHECKPOINT_FOLDER).iterdir():

@@ -490,7 +490,7 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
                 session.rewind(mark)
             mark = session.mark()
         assert session._decoders
-        for decoder in (session._decoders.target, session._decoders.draft):
+        for decoder in (session._decoders.target, *session._decoders.drafts):
             if isinstance(decoder, PagedDecoder):
                 size = decoder._tensors.block_size
                 assert decoder.blocks_used <= -(-(len(session) + 20) // size) + 1
@@ -498,7 +498,7 @@ def test_turns_do_not_grow_beyond_their_text(load: Load) -> None:
             else:
                 assert decoder._slot_tables.slot_count <= len(session) + 256 + 20  # type: ignore[union-attr]
         decoders = session._decoders
-    for decoder in (decoders.target, decoders.draft):
+    for decoder in (decoders.target, *decoders.drafts):
         if isinstance(decoder, PagedDecoder):
             assert decoder._tensors.capacity == 8, "closing must free the memory"
 

@@ -181,8 +181,8 @@ def test_a_session_file_keeps_its_cache(draft: Path, load_with: Load, tmp_path: 
         session.save(tmp_path / "text.ov")
     with lm.session() as session:
         session.load(tmp_path / "text.ov")
-        assert session._decoders and session._decoders.draft
-        assert len(session._decoders.draft.rows[0]) > TOKENS
+        assert session._decoders
+        assert len(session._decoders.drafts[0].rows[0]) > TOKENS
         assert begun + session.generate(max_tokens=TOKENS, **options).token_ids == expected
 
 

@@ -92,7 +92,7 @@ def torch_head(folder: Path, reference: Reference) -> TorchHead:
         logits, hidden, *_ = head(embedded, features, ones, ones.cumsum(1) - 1, taps, *head.make_empty_cache())
         return logits, hidden
 
-    return TorchHead(model, features, guess, head.target_ids)
+    return TorchHead(model, features, [guess], head.target_ids)
 
 
 @pytest.fixture
@@ -184,14 +184,14 @@ def test_entries_outlast_a_pause(headed: ovspec.LanguageModel) -> None:
     lm, text = headed, Sequence(range(1, 50))
     assert lm.draft
     target, entries = lm.target.make_decoder(), lm.draft.make_decoder()
-    head = HeadDecoder(entries, target)
+    head = HeadDecoder([entries], target)
     target.feed([text.tokens[:-1]], [0])
     head.reuse_prefixes([text])
     head.feed([catch_up(head, 0, text)], [1])
     head.drop_guessed_entries()
     head.reorder([0, EMPTY_ROW])
     head.drop_guessed_entries()
-    HeadDecoder(other := entries.fork(), target.fork()).drop_guessed_entries()
+    HeadDecoder([other := entries.fork()], target.fork()).drop_guessed_entries()
     assert [len(row) for row in entries.rows] == [len(row) for row in other.rows] == [len(text) - 1, 0]
 
 
@@ -200,7 +200,7 @@ def test_no_text_finds_entries_without_features(headed: ovspec.LanguageModel) ->
     assert lm.draft
     tensors = BlockTensors(lm.draft.ir, max_cached_tokens=1000)
     target, entries = lm.target.make_decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.feed_rule, tensors=tensors)
-    head = HeadDecoder(entries, target)
+    head = HeadDecoder([entries], target)
     target.feed([text.tokens[:9]], [0])
     head.reuse_prefixes([text])
     head.feed([catch_up(head, 0, text)], [1])

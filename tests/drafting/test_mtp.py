@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ovspec_export import Compression, export_pair
 from ovspec_export.draft_vocabulary import DRAFT_VOCABULARY_FILE
 from ovspec_export.mtp import find_tensor_files, load_mtp_layer, make_new_mtp_layer, read_tensors, save_mtp_layer
 from safetensors.torch import load_file, save_file
+from scipy.stats import chisquare
 from torch_heads import FEATURE_BUGS, Proposed, TorchHead, note_proposals
 
 import ovspec
@@ -33,28 +35,49 @@ LOOKAHEAD, TOKENS, KEPT_IDS = 3, 16, 900
 SLOW = pytest.mark.slow
 OPTIONS: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
 PLAIN: dict[str, Any] = {**OPTIONS, "lookahead": 0}
+CHOICES, DRAWS = [40, 300, 700], 2000  # tokens and texts that are sampled
+# As DeepSeek names them.
+APPENDED = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
+APPENDED |= {"mtp.norm.": "shared_head.norm."}
+
+
+def add_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
 
 
 def make_folder(place: Path) -> None:
-    """Write the small target with a random MTP layer in its checkpoint, and both exported in f32, to ``place``."""
+    """Write the small target with random MTP layers in its checkpoint, exported in f32, to ``place``.
+
+    "own" has one layer, by Qwen's names, and "deep" two, appended to the target's own.
+    """
     config = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
-    checkpoint = shutil.copytree(TARGET, place / "checkpoint")
+    checkpoint, deep = (shutil.copytree(TARGET, place / name) for name in ("checkpoint", "deep-checkpoint"))
     torch.manual_seed(0)
-    layer = make_new_mtp_layer(config)
-    for weights in layer.parameters():
-        if weights.ndim > 1:
-            torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
-        else:
-            torch.nn.init.normal_(weights, mean=1.0, std=0.2)
-    save_mtp_layer(layer, config, place / "layer")
-    tensors = load_file(checkpoint / "model.safetensors") | load_file(place / "layer" / "model.safetensors")
-    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    for depth, name in enumerate(("layer", "second-layer")):
+        layer = make_new_mtp_layer(config)
+        for weights in layer.parameters():
+            if weights.ndim > 1:
+                torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+            else:
+                torch.nn.init.normal_(weights, mean=1.0, std=0.2)
+        save_mtp_layer(layer, config, place / name)
+        tensors = load_file(place / name / "model.safetensors")
+        if not depth:
+            add_tensors(checkpoint, tensors)
+        number = config["num_hidden_layers"] + depth
+        names = {"mtp.layers.0.": f"model.layers.{number}."}
+        names |= {old: f"model.layers.{number}.{new}" for old, new in APPENDED.items()}
+        add_tensors(
+            deep, {names[old] + x.removeprefix(old): tensors[x] for x in tensors for old in names if x.startswith(old)}
+        )
     ids = np.sort(np.random.default_rng(0).permutation(config["vocab_size"])[:KEPT_IDS])
     shutil.copytree(place / "layer", place / "trimmed-layer")
     (place / "trimmed-layer" / DRAFT_VOCABULARY_FILE).write_text(json.dumps({"ids": ids.tolist()}))
     with pytest.MonkeyPatch.context() as patched:
         warm_jobs(patched)
         export_pair(str(checkpoint), None, place / "own", Compression("fp32"))
+        export_pair(str(deep), None, place / "deep", Compression("fp32"))
         export_pair(
             str(place / "own"), str(place / "trimmed-layer"), place / "pair", draft_compression=Compression("fp32")
         )
@@ -76,11 +99,23 @@ def load(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 @pytest.fixture(scope="module")
-def torch_layer(folder: Path, reference: Reference) -> TorchHead:
-    """Return the oracle of the layer that the checkpoint has."""
-    tensors = load_file(folder / "layer" / "model.safetensors")
+def torch_layers(folder: Path, reference: Reference) -> TorchHead:
+    """Return the oracle of the two layers that one checkpoint has."""
+    guesses = [make_guess(folder / name, reference) for name in ("layer", "second-layer")]
+    vocabulary = np.arange(reference.model.config.vocab_size)
+    return TorchHead(reference.model, lambda states: states[-1], guesses, vocabulary)
+
+
+@pytest.fixture(scope="module")
+def torch_layer(torch_layers: TorchHead) -> TorchHead:
+    """Return the oracle of the layer that the other checkpoint has."""
+    return TorchHead(torch_layers.target, torch_layers.make_features, torch_layers.guesses[:1], torch_layers.ids)
+
+
+def make_guess(checkpoint: Path, reference: Reference) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    tensors = load_file(checkpoint / "model.safetensors")
     epsilon = reference.model.config.rms_norm_eps
-    only_layer = load_mtp_layer(folder / "layer", "layer")[1]
+    only_layer = load_mtp_layer(checkpoint, "layer")[1]
 
     def normalize(states: torch.Tensor, name: str) -> torch.Tensor:
         weight = tensors[f"mtp.pre_fc_norm_{name}.weight"].float()
@@ -91,8 +126,7 @@ def torch_layer(folder: Path, reference: Reference) -> TorchHead:
         states = only_layer.model(inputs_embeds=both @ tensors["mtp.fc.weight"].float().T).last_hidden_state
         return reference.model.lm_head(states), states
 
-    vocabulary = np.arange(reference.model.config.vocab_size)
-    return TorchHead(reference.model, lambda states: states[-1], guess, vocabulary)
+    return guess
 
 
 @pytest.fixture
@@ -112,6 +146,23 @@ def test_each_proposal_is_that_of_torch(
     assert found == moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=0)
 
 
+@pytest.mark.parametrize("engine", ["paged", pytest.param("stateful", marks=SLOW)])
+def test_each_layer_proposes_one_token_further(
+    load: Callable[..., ovspec.LanguageModel],
+    torch_layers: TorchHead,
+    torch_layer: TorchHead,
+    proposals: list[Proposed],
+    engine: str,
+) -> None:
+    """And the last one goes on from its own output. Without the second one, proposals differ."""
+    lm = load("deep", engine)
+    assert lm.draft and len(lm.draft.list_layers()) == 2 and lm.target.engine == engine
+    found = moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=LOOKAHEAD)
+    assert len(proposals) > len(found) * TOKENS / 2 and torch_layers.agree(proposals)
+    assert not torch_layer.agree(proposals)
+    assert found == moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=0)
+
+
 def test_a_trimmed_vocabulary(
     load: Callable[..., ovspec.LanguageModel], torch_layer: TorchHead, proposals: list[Proposed]
 ) -> None:
@@ -121,10 +172,10 @@ def test_a_trimmed_vocabulary(
     ids = lm.draft.ir.target_ids
 
     def guess(embedded: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, hidden = torch_layer.guess(embedded, features)
+        logits, hidden = torch_layer.guesses[0](embedded, features)
         return logits[..., torch.from_numpy(ids)], hidden
 
-    trimmed = TorchHead(torch_layer.target, torch_layer.make_features, guess, ids)
+    trimmed = TorchHead(torch_layer.target, torch_layer.make_features, [guess], ids)
     text = lm.generate(PROMPTS[0], **OPTIONS)
     assert proposals and trimmed.agree(proposals) and not torch_layer.agree(proposals)
     assert text.token_ids == lm.generate(PROMPTS[0], **PLAIN).token_ids
@@ -177,6 +228,33 @@ def test_lookup_comes_first(load: Callable[..., ovspec.LanguageModel], proposals
     assert [text.token_ids for text in found] == [text.token_ids for text in plain] and proposals
     assert all(text.stats.drafters["mtp"]["proposed"] for text in found)
     assert any(text.stats.drafters.get("lookup", {"proposed": 0})["proposed"] for text in found)
+
+
+@pytest.mark.parametrize("accept", ["rejection", pytest.param("compare", marks=SLOW)])
+def test_sampled_texts_have_the_targets_distribution(load: Callable[..., ovspec.LanguageModel], accept: Any) -> None:
+    """Four tokens, each of three; all others are as good as impossible, for the layers, too."""
+    lm = load("deep")
+    prompt = lm.encode(PROMPTS[0])
+    ways: dict[str, Any] = {"temperature": 4.0, "logit_bias": dict.fromkeys(CHOICES, 90.0), "ignore_eos": True}
+    texts = lm.samples(prompt, n=DRAWS, seed=1, max_tokens=4, lookahead=2, accept=accept, **ways)
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(4):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, probability in expected.items():
+            logits = lm.next_logits([*prompt, *text])[CHOICES].astype(float) / ways["temperature"]
+            shares = np.exp(logits - logits.max())
+            longer |= {(*text, x): probability * y for x, y in zip(CHOICES, shares / shares.sum(), strict=True)}
+        expected = longer
+    counts = Counter(tuple(text.token_ids) for text in texts)
+    assert len(texts) == DRAWS and counts.keys() <= expected.keys()
+    used = [text.stats.drafters["mtp"] for text in texts]
+    assert sum(each["proposed"] for each in used) > DRAWS and sum(each["accepted"] for each in used) > DRAWS / 5
+    is_rare = {text: DRAWS * probability < 5 for text, probability in expected.items()}
+    observed, wanted = (
+        [*(of[text] for text in expected if not is_rare[text]), sum(of[text] for text in expected if is_rare[text])]
+        for of in (counts, expected)
+    )
+    assert chisquare(observed, np.multiply(wanted, DRAWS)).pvalue > 1e-4
 
 
 def test_wrong_names_are_refused_in_a_sentence(folder: Path) -> None:

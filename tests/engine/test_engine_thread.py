@@ -485,8 +485,7 @@ def test_a_draft_reads_prompts_in_parts(
     monkeypatch.setattr(Lookahead, "should_draft", lambda *_: True)
     engine = EngineThread(lm.runtime, max_rows=4)
     engine.start()
-    draft = engine._decoders.draft
-    assert draft
+    (draft,) = engine._decoders.drafts
     fed, feed = list[list[int]](), draft.feed
 
     def noting(tokens: list[np.ndarray], *rest: Any) -> Any:

@@ -114,8 +114,8 @@ def test_a_draft_that_computes_two_tokens_at_least(
     assert lm.draft
     monkeypatch.setattr(lm.draft, "feed_rule", FeedRule(fewest=2))
     check(lm, texts(lm, lookahead=3), plain)
-    draft = lm.runtime.decoder_pool.acquire().draft
-    assert draft and draft.rule.fewest == 2
+    draft = lm.runtime.decoder_pool.acquire().drafts[0]
+    assert draft.rule.fewest == 2
 
 
 def test_plain_text_is_one_forward_pass(load: Make, plain: list[ovspec.Result]) -> None:

@@ -13,6 +13,7 @@ import torch
 from bench_pair import Shape, check, make_checkpoint, make_head, shape_of, spread
 from conftest import CHECKPOINTS
 from heads import write_head
+from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -97,6 +98,21 @@ def test_what_is_not_llama_is_refused(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096)
     with pytest.raises(ValueError, match="at least twice the MLP units"):
         make_checkpoint(CHECKPOINTS / "draft", tmp_path / "wide", Shape(4, 600, 2), 4096)
+
+
+def test_an_mtp_layer_is_widened_with_its_model(tmp_path: Path) -> None:
+    """Its output, which its target's lm_head reads, is that of before; and it keeps the ids that it proposes."""
+    small_llama(tmp_path / "small")
+    config = json.loads((tmp_path / "small" / "config.json").read_text("utf-8"))
+    layer = make_new_mtp_layer(config)
+    torch.nn.init.normal_(layer.norm.weight)
+    save_mtp_layer(layer, config, tmp_path / "layer")
+    (tmp_path / "layer" / "draft_vocabulary.json").write_text('{"ids": [1, 2]}')
+    assert make_head(tmp_path / "layer", tmp_path / "wide", 4, 2) < 1e-4
+    made = load_file(tmp_path / "wide" / "model.safetensors")
+    assert made["mtp.fc.weight"].shape == (192, 2 * 192)
+    assert made["mtp.layers.0.mlp.down_proj.weight"].shape == (192, 160)
+    assert (tmp_path / "wide" / "draft_vocabulary.json").is_file()
 
 
 def test_a_head_is_widened_with_its_model(tmp_path: Path) -> None:

@@ -48,18 +48,18 @@ def note_proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
 class TorchHead:
     """Proposes as a checkpoint does, reading each text from its beginning.
 
-    features: makes them of the target's hidden states. guess: makes logits and the next features of embeddings and
-    features. ids: the target's ids of the logits.
+    features: makes them of the target's hidden states. guesses: of each layer, makes logits and the next features of
+    embeddings and features. ids: the target's ids of the logits.
     """
 
     def __init__(
         self,
         target: Any,
         features: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        guess: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        guesses: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]],
         ids: np.ndarray,
     ) -> None:
-        self.target, self.make_features, self.guess, self.ids = target, features, guess, ids
+        self.target, self.make_features, self.guesses, self.ids = target, features, guesses, ids
         self.fused: list[tuple[np.ndarray, torch.Tensor]] = []  # texts that the target has read, with their features
 
     def agree(self, proposals: list[Proposed]) -> bool:
@@ -77,15 +77,23 @@ class TorchHead:
 
     @torch.no_grad()
     def agrees(self, proposed: Proposed) -> bool:
-        """Return whether each proposed token is the head's most likely one, but for rounding."""
+        """Return whether each proposed token is the head's most likely one, but for rounding.
+
+        The first unknown token is the first layer's, the next one the second's, of the first one's output, and so on.
+        The last layer goes on from its own output.
+        """
         text, begin = np.concatenate((proposed.text, proposed.tokens)), len(proposed.text)
-        features = self.features(text[: proposed.known])
-        embedded = self.target.get_input_embeddings()(torch.from_numpy(text[None, 1:]))
-        for entries in range(proposed.known, len(text) - 1):
-            logits, hidden = self.guess(embedded[:, :entries], features)
+        features = hidden = self.features(text[: proposed.known])
+        embedded = self.target.get_input_embeddings()(torch.from_numpy(text[None]))
+        for at in range(proposed.known + 1, len(text)):
+            depth = at - proposed.known
+            if depth <= len(self.guesses):
+                features = hidden
+            depth = min(depth, len(self.guesses))
+            logits, hidden = self.guesses[depth - 1](embedded[:, depth:at], features)
             features = torch.cat((features, hidden[:, -1:]), 1)
             likely = self.ids[(logits[0, -1] >= logits[0, -1].max() - CLEAR).numpy()]
-            if entries + 1 >= begin and text[entries + 1] not in likely:
+            if at >= begin and text[at] not in likely:
                 return False
         return True
 

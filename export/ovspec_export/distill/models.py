@@ -53,6 +53,8 @@ def choose_kind_draft_and_layers(
         draft_kind = "draft"
         if isinstance(draft, HeadSource):
             draft_kind = "mtp" if isinstance(draft, MtpSource) else "head"
+    if isinstance(draft, MtpSource) and len(draft.layers) > 1:
+        raise OvspecError(f"{draft.name}: it has {len(draft.layers)} MTP layers; only a single one can be trained.")
     if kind and kind != draft_kind:
         kind_text = {"head": "an EAGLE-3 head", "mtp": "an MTP layer"}[kind]
         raise OvspecError(f"`kind={kind!r}` makes {kind_text}, which `draft` is not; leave out one of the two.")
