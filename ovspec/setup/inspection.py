@@ -79,6 +79,8 @@ def describe_compiled_model(model: CompiledModel, options: DeviceOptions, export
     folder = ir.folder
     rollback = model.rollback
     model_type: str | None = "MTP layer" if model.proposer_name == "mtp" else "EAGLE-3 head"
+    if (layer_count := len(model.list_layers())) > 1:
+        model_type = f"{layer_count} MTP layers"
     probe: ProbedRollback | None = None
     if not model.is_head:
         model_type = ir.config.language_config.model_type

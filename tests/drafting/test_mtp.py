@@ -5,8 +5,6 @@ The oracle is transformers' own model with the layer alone, which reads each tex
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,76 +14,28 @@ import numpy as np
 import openvino as ov
 import pytest
 import torch
-from conftest import PROMPTS, TARGET, Reference
-from family_models import warm_jobs
-from kept import kept_model
+from conftest import PROMPTS, Reference
 from moves import moving_texts
+from mtp_pairs import KEPT_IDS, small_mtp_pairs
 from openvino import opset13 as ops
-from ovspec_export import Compression, export_pair
-from ovspec_export.draft_vocabulary import DRAFT_VOCABULARY_FILE
-from ovspec_export.mtp import find_tensor_files, load_mtp_layer, make_new_mtp_layer, read_tensors, save_mtp_layer
-from safetensors.torch import load_file, save_file
+from ovspec_export.mtp import find_tensor_files, load_mtp_layer, read_tensors
+from safetensors.torch import load_file
 from scipy.stats import chisquare
 from torch_heads import FEATURE_BUGS, Proposed, TorchHead, note_proposals
 
 import ovspec
 from ovspec.ir import heads as head_graphs
 
-LOOKAHEAD, TOKENS, KEPT_IDS = 3, 16, 900
+LOOKAHEAD, TOKENS = 3, 16
 SLOW = pytest.mark.slow
 OPTIONS: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
 PLAIN: dict[str, Any] = {**OPTIONS, "lookahead": 0}
 CHOICES, DRAWS = [40, 300, 700], 2000  # tokens and texts that are sampled
-# As DeepSeek names them.
-APPENDED = {"mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm."}
-APPENDED |= {"mtp.norm.": "shared_head.norm."}
-
-
-def add_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    file = checkpoint / "model.safetensors"
-    save_file(load_file(file) | tensors, file, {"format": "pt"})
-
-
-def make_folder(place: Path) -> None:
-    """Write the small target with random MTP layers in its checkpoint, exported in f32, to ``place``.
-
-    "own" has one layer, by Qwen's names, and "deep" two, appended to the target's own.
-    """
-    config = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
-    checkpoint, deep = (shutil.copytree(TARGET, place / name) for name in ("checkpoint", "deep-checkpoint"))
-    torch.manual_seed(0)
-    for depth, name in enumerate(("layer", "second-layer")):
-        layer = make_new_mtp_layer(config)
-        for weights in layer.parameters():
-            if weights.ndim > 1:
-                torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
-            else:
-                torch.nn.init.normal_(weights, mean=1.0, std=0.2)
-        save_mtp_layer(layer, config, place / name)
-        tensors = load_file(place / name / "model.safetensors")
-        if not depth:
-            add_tensors(checkpoint, tensors)
-        number = config["num_hidden_layers"] + depth
-        names = {"mtp.layers.0.": f"model.layers.{number}."}
-        names |= {old: f"model.layers.{number}.{new}" for old, new in APPENDED.items()}
-        add_tensors(
-            deep, {names[old] + x.removeprefix(old): tensors[x] for x in tensors for old in names if x.startswith(old)}
-        )
-    ids = np.sort(np.random.default_rng(0).permutation(config["vocab_size"])[:KEPT_IDS])
-    shutil.copytree(place / "layer", place / "trimmed-layer")
-    (place / "trimmed-layer" / DRAFT_VOCABULARY_FILE).write_text(json.dumps({"ids": ids.tolist()}))
-    with pytest.MonkeyPatch.context() as patched:
-        warm_jobs(patched)
-        export_pair(str(checkpoint), None, place / "own", Compression("fp32"))
-        export_pair(str(deep), None, place / "deep", Compression("fp32"))
-        export_pair(
-            str(place / "own"), str(place / "trimmed-layer"), place / "pair", draft_compression=Compression("fp32")
-        )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kept_model(tmp_path_factory, "small-mtp", make_folder)
+    return small_mtp_pairs(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

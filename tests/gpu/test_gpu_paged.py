@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_texts import DEMO, KERNELS, MARKS, PROMPT, PROMPTS, after, assert_same_where_decided, continued, on_gpu
+from mtp_pairs import small_mtp_pairs
 from servers import StartHere
 
 import ovspec
@@ -47,6 +48,16 @@ def test_texts_are_those_of_the_cpu_where_they_are_decided(plain: Result) -> Non
 def test_a_drafter_changes_no_text(draft: Any, plain: Result) -> None:
     text = on_gpu(draft).generate(PROMPT, max_tokens=N, lookahead=3)
     assert text.stats.accepted > 0
+    assert_same_where_decided(plain, text)
+
+
+@pytest.mark.parametrize("name", ["own", "deep", "pair"])
+def test_mtp_layers_change_no_text(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A layer, two of them, and one whose lm_head is cut."""
+    lm = ovspec.load(small_mtp_pairs(tmp_path_factory) / name, "mtp", device="GPU", cache_dir=KERNELS)
+    assert lm.draft and lm.draft.engine == "paged"
+    plain, text = (lm.generate(PROMPT, max_tokens=N, lookahead=count, logprobs=2) for count in (0, 3))
+    assert text.stats.drafters["mtp"]["proposed"] > N / 2
     assert_same_where_decided(plain, text)
 
 

@@ -29,7 +29,7 @@ class RandomPair:
     """A transformers config class with its arguments; the draft is made of the target's first ``draft_layers``.
 
     bits: of a weight. later: how much the layers after the draft's contribute. With no ``draft_layers``, the draft is
-    an EAGLE-3 head or, with ``mtp``, an MTP layer, and ``later`` how much all layers contribute. kept: ids that the
+    an EAGLE-3 head or, with ``mtp_layers``, as many MTP layers, and ``later`` how much all layers contribute. kept: ids that the
     draft proposes, of ``VOCAB``.
     family: the one in ``families.py``, if it is exported in an environment of its own.
     """
@@ -41,7 +41,7 @@ class RandomPair:
     later: float
     kept: int = VOCAB
     family: str = ""
-    mtp: bool = False
+    mtp_layers: int = 0
 
 
 PAIRS = {
@@ -95,8 +95,8 @@ HEADS = {
     for name, later in {"qwen2-int8": 0.1, "gpt2-int4": 0.03, "qwen3_5-int8": 0.1, "lfm2-int8": 0.1}.items()
 }
 HEADS |= {
-    "qwen2-int8-mtp": replace(HEADS["qwen2-int8-head"], mtp=True),
-    "qwen3_5-int8-mtp": replace(HEADS["qwen3_5-int8-head"], mtp=True),
+    "qwen2-int8-mtp": replace(HEADS["qwen2-int8-head"], mtp_layers=1),
+    "qwen3_5-int8-mtp": replace(HEADS["qwen3_5-int8-head"], mtp_layers=2),
 }
 TRIMMED = {f"{name}-trimmed": replace(PAIRS[name], kept=3 * VOCAB // 4) for name in ("qwen2-int8", "gpt2-int4")}
 PAIRS |= HEADS | TRIMMED | HYBRIDS
@@ -127,7 +127,9 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     rows = torch.arange(VOCAB // 2)
     head[1::2][rows, rows % head.shape[1]] += head.abs().max() / 127  # a step or two of an int8 weight
     if not pair.draft_layers:
-        return (export_with_mtp if pair.mtp else export_with_head)(model, folder, pair.bits, pair.family)
+        if pair.mtp_layers:
+            return export_with_mtp(model, folder, pair.bits, pair.family, pair.mtp_layers)
+        return export_with_head(model, folder, pair.bits, pair.family)
     few_layers = {"n_layer" if hasattr(config, "n_layer") else "num_hidden_layers": pair.draft_layers}
     if "layer_types" in pair.arguments:
         few_layers["layer_types"] = pair.arguments["layer_types"][: pair.draft_layers]
@@ -141,8 +143,8 @@ def make_pair(pair: RandomPair, folder: Path) -> Path:
     return folder
 
 
-def export_with_mtp(model: Any, folder: Path, bits: int, family: str = "") -> Path:
-    """Export a target and an MTP layer that guesses what would follow if the target had no layers."""
+def export_with_mtp(model: Any, folder: Path, bits: int, family: str, layer_count: int) -> Path:
+    """Export a target and MTP layers that guess what would follow if the target had no layers."""
     from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
 
     export(model, folder / "target", bits, family)
@@ -154,6 +156,12 @@ def export_with_mtp(model: Any, folder: Path, bits: int, family: str = "") -> Pa
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             torch.nn.init.normal_(weights, std=0.01)
     save_mtp_layer(layer, config, folder / "layer")
+    file = folder / "layer" / "model.safetensors"
+    tensors = load_file(file)
+    for depth in range(1, layer_count):
+        own = [name for name in tensors if name.startswith("mtp.layers.0.")]
+        tensors |= {name.replace(".0.", f".{depth}.", 1): 1.01 * tensors[name] for name in own}
+    save_file(tensors, file, {"format": "pt"})
     return pair_up(folder, folder / "layer")
 
 
