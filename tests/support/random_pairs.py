@@ -29,8 +29,8 @@ class RandomPair:
     """A transformers config class with its arguments; the draft is made of the target's first ``draft_layers``.
 
     bits: of a weight. later: how much the layers after the draft's contribute. With no ``draft_layers``, the draft is
-    an EAGLE-3 head or, with ``mtp_layers``, as many MTP layers, and ``later`` how much all layers contribute. kept: ids that the
-    draft proposes, of ``VOCAB``.
+    an EAGLE-3 head or, with ``mtp_layers``, as many MTP layers, and ``later`` how much all layers contribute. kept: ids
+    that the draft proposes, of ``VOCAB``.
     family: the one in ``families.py``, if it is exported in an environment of its own.
     """
 
