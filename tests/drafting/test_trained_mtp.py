@@ -45,7 +45,7 @@ def acceptance(lm: ovspec.LanguageModel, prompts: list[str], **options: Any) -> 
 def test_proposals_are_accepted(folder: Path, tmp_path: Path, way: str) -> None:
     lm = ovspec.load(folder, "mtp", cache_dir=tmp_path)
     assert lm.target.rollback.advances, "a hybrid"
-    assert acceptance(lm, PROMPTS[:12], **WAYS[way]) > 0.5
+    assert acceptance(lm, PROMPTS[:20], **WAYS[way]) > 0.5
     if way != "rejection":
         options = {**OPTIONS, **WAYS[way]}
         plain, drafted = (lm.generate(PROMPTS[:4], **options, lookahead=count) for count in (0, 3))
@@ -56,6 +56,6 @@ def test_proposals_are_accepted(folder: Path, tmp_path: Path, way: str) -> None:
 def test_a_bug_costs_acceptance(folder: Path, tmp_path: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where texts are diverse."""
     lm = ovspec.load(folder, "mtp", cache_dir=tmp_path)
-    sound = acceptance(lm, PROMPTS[:12], **WAYS["compare"])
+    sound = acceptance(lm, PROMPTS[:20], **WAYS["compare"])
     FEATURE_BUGS[bug](monkeypatch)
-    assert acceptance(lm, PROMPTS[:12], **WAYS["compare"]) < sound - 0.05
+    assert acceptance(lm, PROMPTS[:20], **WAYS["compare"]) < sound - 0.05

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from conftest import CHECKPOINTS
 from demo_pair import batches_of, corpus_of, optimizers, rate, training_files
+from ovspec_export.distill.training import autocast_bf16
 from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig
 
-STEPS, ROWS, WINDOW = 110, 16, 256
+STEPS, ROWS, WINDOW = 240, 8, 256
 MTP_SHARE = 0.3  # of its loss
 SIZES = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
@@ -24,7 +25,7 @@ LAYERS = ["linear_attention"] * 3 + ["full_attention"]
 
 
 def train_hybrid(folder: Path) -> None:
-    """Write the checkpoint of a trained hybrid with its MTP layer into ``folder``, after about two minutes."""
+    """Write the checkpoint of a trained hybrid with its MTP layer into ``folder``, after some three minutes."""
     torch.manual_seed(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINTS / "target")
     entries: dict[str, Any] = {**SIZES, **TOKENS, "layer_types": LAYERS, "tie_word_embeddings": True}
@@ -40,7 +41,7 @@ def train_hybrid(folder: Path) -> None:
     for step, batch in zip(range(STEPS), batches, strict=False):
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * rate((step + 1) / (STEPS + 1))
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast_bf16("cpu"):
             states = model.model(input_ids=batch["ids"], use_cache=False).last_hidden_state
             logits = model.lm_head(states).float()
             embedded = model.model.embed_tokens(batch["ids"][:, 1:])
