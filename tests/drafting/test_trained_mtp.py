@@ -47,7 +47,7 @@ def test_proposals_are_accepted(folder: Path, tmp_path: Path, way: str) -> None:
     assert lm.target.rollback.advances, "a hybrid"
     assert acceptance(lm, PROMPTS[:20], **WAYS[way]) > 0.5
     if way != "rejection":
-        options = {**OPTIONS, **WAYS[way]}
+        options = {**OPTIONS, **WAYS[way], "seed": 5}
         plain, drafted = (lm.generate(PROMPTS[:4], **options, lookahead=count) for count in (0, 3))
         assert [text.token_ids for text in drafted] == [text.token_ids for text in plain]
 
