@@ -15,7 +15,9 @@ from distilling import LAYERS, TARGET_CONFIG, Distilling, distilling, made_head
 from heads import write_head
 from ovspec_export.distill import stages
 from ovspec_export.distill.plan import DistillOptions, estimate_memory, make_plan
+from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
 from ovspec_export.sources import find_source
+from safetensors.torch import load_file, save_file
 
 from ovspec.base.errors import OvspecError
 
@@ -100,6 +102,16 @@ def copied(checkpoint: Path, folder: Path, **entries: Any) -> Path:
     return folder
 
 
+def write_mtp_layers(folder: Path, count: int) -> Path:
+    """Write new MTP layers of the target, which share all but their decoder layer, into ``folder``."""
+    save_mtp_layer(make_new_mtp_layer(TARGET_CONFIG), TARGET_CONFIG, folder)
+    tensors = load_file(folder / "model.safetensors")
+    own = [name for name in tensors if ".layers.0." in name]
+    tensors |= {name.replace(".0.", f".{at}.", 1): tensors[name].clone() for name in own for at in range(1, count)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_drafts(distil: Distilling, pair: Path) -> None:
     head = distil.given["checkpoint"]
     refused(distil, "checkpoint: an EAGLE-3 head, whose vocabulary can't be trimmed", draft=head, trim_vocabulary=99)
@@ -110,6 +122,8 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     refused(distil, "`kind='head'` makes an EAGLE-3 head, which `draft` is not", draft=str(DRAFT), kind="head")
     mtp_plan = make_plan(DistillOptions(str(distil.model), distil.output, kind="mtp"))
     assert (mtp_plan.kind, mtp_plan.tap_layers, mtp_plan.draft_vocab_size) == ("mtp", [], 16384)
+    several = write_mtp_layers(distil.folder / "several", 2)
+    refused(distil, "several: it has 2 MTP layers; only a single one can be trained", draft=str(several))
     wide = write_head(distil.folder / "wide", target=TARGET_CONFIG | {"hidden_size": 192}, layer_ids=LAYERS)
     refused(distil, "wide cannot draft for model: it reads 3 layers, 576 values in all", draft=str(wide))
     tokenizer = json.loads((DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
