@@ -9,7 +9,7 @@ from pathlib import Path
 from ovspec.base.progress import print_note, show_step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
-from ovspec_export.compression import INT8, Compression
+from ovspec_export.compression import KEEP, Compression
 from ovspec_export.convert import (
     check_converted_files,
     convert_head,
@@ -20,7 +20,7 @@ from ovspec_export.convert import (
 from ovspec_export.draft_vocabulary import trim_ir
 from ovspec_export.export_plan import plan_export
 from ovspec_export.folders import open_partial_folder
-from ovspec_export.gguf_checkpoint import write_gguf_checkpoint
+from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_kept_gguf_checkpoint
 from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 from ovspec_export.mtp_vocabulary import choose_mtp_vocabulary
 from ovspec_export.quality import evaluate_exports, format_quality_table
@@ -33,7 +33,7 @@ def export_pair(
     target: str,
     draft: str | None,
     output: Path,
-    compression: Compression = INT8,
+    compression: Compression | None = None,
     draft_compression: Compression | None = None,
     *,
     overwrite: bool = False,
@@ -50,7 +50,7 @@ def export_pair(
             the target's checkpoint has, which is the default if there is one; "none" for none.
         output: the folder to write.
         overwrite: replace, at the very end, a pair that ovspec exported there before.
-        compression: how the target's weights are stored.
+        compression: how the target's weights are stored; by default int8, and weights that are quantised are kept.
         draft_compression: how the draft's weights are stored; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
         evaluate: a text file on which the exported models are compared with the checkpoints.
@@ -76,7 +76,7 @@ def export_pair(
     )
     with open_partial_folder(output, overwrite) as work_folder:
         sources = [
-            ensure_readable_checkpoint(source, work_folder / f"checkpoint-{i}", options.weight_format)
+            ensure_readable_checkpoint(source, work_folder / f"checkpoint-{i}", options)
             for i, (source, options) in enumerate(zip(plan.sources, plan.compressions, strict=False))
         ]
         if draft_layers is not None:
@@ -126,8 +126,10 @@ def export_pair(
     return manifest
 
 
-def ensure_readable_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
+def ensure_readable_checkpoint(source: Source, folder: Path, compression: Compression) -> Source:
     """Return a source that optimum can read: the same, or a checkpoint that is written into ``folder``."""
     if isinstance(source, GgufSource):
-        return write_gguf_checkpoint(source, folder, weight_format)
+        if compression.weight_format == KEEP:
+            return write_kept_gguf_checkpoint(source, folder)
+        return write_gguf_checkpoint(source, folder, compression.weight_format)
     return extract_text_model(source, folder) if source.has_non_text_parts else source

@@ -52,13 +52,30 @@ class TensorInfo:
             raise ValueError(f"rows of {self.shape[-1:]} values cannot be stored in blocks of {block_elements}")
         return *self.shape[:-1], self.shape[-1] // block_elements * block_bytes
 
+    @property
+    def type_name(self) -> str:
+        """ggml's name of its type."""
+        from gguf.constants import GGMLQuantizationType
+
+        return GGMLQuantizationType(self.ggml_type).name
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether several of its values share a scale."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        return GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
+
+    def read_bytes(self) -> np.ndarray:
+        """Return its bytes, of the shape ``stored_byte_shape``."""
+        return np.memmap(self.file, np.uint8, "r", self.offset, self.stored_byte_shape)
+
     def read_values(self) -> np.ndarray:
         """Return its values in f32."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        data = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_byte_shape)
-        return dequantize(data, GGMLQuantizationType(self.ggml_type))
+        return dequantize(self.read_bytes(), GGMLQuantizationType(self.ggml_type))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
+from ovspec_export.kept_weights import has_kept_weights
 
 # transformers reads the other kinds only with packages that need a GPU, or that this project doesn't test (gptqmodel,
 # accelerate, triton, compressed-tensors).
@@ -41,6 +43,10 @@ def load_checkpoint_model(source: str, trust_remote_code: bool, **loading_option
     """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if has_kept_weights(Path(source)):
+        from ovspec_export.kept_export import load_kept_model
+
+        return load_kept_model(Path(source), trust_remote_code, **loading_options)
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None):
         from transformers.utils.quantization_config import Mxfp4Config

@@ -173,6 +173,11 @@ class Source:
         return {name: shape[-1] for name, shape in shapes if name.endswith("proj.weight") and len(shape) == 2}
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether its weights are integers with scales, which an export can keep."""
+        return False
+
+    @property
     def size_in_bytes(self) -> int:
         """The size of its files in bytes."""
         return sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
@@ -197,6 +202,11 @@ class GgufSource(Source):
         """Return the number of weights that are multiplied with one vector, by layer."""
         shapes = self.tensor_shapes().items()
         return {name: shape[-1] for name, shape in shapes if name.startswith("blk.") and len(shape) > 1}
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its weights are integers with scales, which an export can keep."""
+        return any(info.is_quantised for info in self.gguf_headers.tensors.values())
 
     @property
     def size_in_bytes(self) -> int:
