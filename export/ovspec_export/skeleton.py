@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
 
-MARK_STEP = np.float32(2.0**-20)  # the first value of a marked matrix is a multiple of this
+MARK_STEP = np.float32(2.0**-20)  # a mark is a multiple of this
 
 
 # ---------------------------------------------------------------- the model
@@ -64,9 +64,8 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
         if name not in known_names:
             continue
         if name in matrices:
-            values = np.zeros(known_names[name], np.float32)  # the system maps its pages when they are written
             marks[name] = float(MARK_STEP * (len(marks) + 1))
-            values.reshape(-1)[0] = marks[name]
+            values = make_marked_zeros(known_names[name], marks[name])
         else:
             values = kept.read_values(name)
         module._parameters[parameter_name] = torch.nn.Parameter(torch.from_numpy(values), requires_grad=False)
@@ -75,6 +74,13 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
     if missing_names:
         raise OvspecError(f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all).")
     return marks
+
+
+def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
+    """Return a matrix whose first row begins with the mark twice, so that it is found even if it is transposed."""
+    values = np.zeros(shape, np.float32)  # the system gives it memory where it is written
+    values[0, :2] = mark
+    return values
 
 
 def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
@@ -143,8 +149,9 @@ class GraphFiller:
             self.forms.add(self.kept.describe_kind(name), weights)
             weights_node = make_float_node(weights) if isinstance(weights, np.ndarray) else make_weights_node(weights)
             for node in nodes:
+                is_transposed = matrices[name] != (not node.data[0, 1])  # type: ignore[attr-defined]
                 for port in node.output(0).get_target_inputs():
-                    self._replace_use(port, weights, weights_node, name, matrices[name])
+                    self._replace_use(port, weights, weights_node, name, is_transposed)
         self.model.validate_nodes_and_infer_types()
 
     def _find_constants(self, marks: dict[str, float]) -> dict[str, list[ov.Node]]:
@@ -154,8 +161,10 @@ class GraphFiller:
         for node in self.model.get_ordered_ops():
             if node.get_type_name() != "Constant" or node.get_element_type() != ov.Type.f32:
                 continue
-            values = node.data.reshape(-1)  # type: ignore[attr-defined]
-            if values.size > 1 and not values[1] and (name := names_by_mark.get(float(values[0]))) is not None:
+            values = node.data  # type: ignore[attr-defined]
+            if values.ndim != 2 or min(values.shape) < 2 or not {values[0, 1], values[1, 0]} == {values[0, 0], 0}:
+                continue
+            if (name := names_by_mark.get(float(values[0, 0]))) is not None:
                 constants.setdefault(name, []).append(node)
         return constants
 

@@ -20,8 +20,9 @@ from ovspec_export.kept_weights import FORMS_FILE, WEIGHTS_FILE
 from ovspec_export.sources import GgufSource, find_source
 from quantised_gguf import EXACT, NEARLY_EXACT, quantise_file
 from safetensors.torch import load_file
+from test_gguf_checkpoint import MODELS, logits, unpack
 from test_gguf_checkpoint import files as files  # the random models
-from test_gguf_checkpoint import logits, unpack
+from transformers import AutoModelForCausalLM
 
 import ovspec
 from ovspec.base.errors import OvspecError
@@ -194,3 +195,21 @@ def test_damaged_scales_are_refused(
     with pytest.raises(OvspecError, match=f"nan.gguf: a scale of its tensor {name} is infinite or not a number"):
         export_pair(str(tmp_path / "nan.gguf"), None, tmp_path / "ir")
     assert not (tmp_path / "ir").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("moe")])
+def test_every_architecture_is_kept(name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is the one of the same weights in torch, in all types of a file that are exact."""
+    warm_jobs(monkeypatch)
+    file = tmp_path / f"{name}.gguf"
+    quantise_file(files / f"{name}.gguf", file, list(EXACT))
+    unpack(file, tmp_path / "hf")
+    export_pair(str(file), None, tmp_path / "ir")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    prompt = np.random.default_rng(0).integers(5, 4000, 24).tolist()
+    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None)
+    properties = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+    lm = ovspec.load(tmp_path / "ir", precision="f32", properties=properties, cache_dir=tmp_path / "cache")
+    result = lm.generate(prompt, max_tokens=24, ignore_eos=True)
+    assert result.token_ids == expected[0, len(prompt) :].tolist()

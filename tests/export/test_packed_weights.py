@@ -10,7 +10,7 @@ import pytest
 from openvino import opset13 as ops
 from ovspec_export.kept_weights import KeptForms, quantise_to_int8
 from ovspec_export.packed_weights import PackedWeights, make_weights_node, measure_rounding, round_to_f16_if_exact
-from ovspec_export.skeleton import MARK_STEP, GraphFiller
+from ovspec_export.skeleton import MARK_STEP, GraphFiller, make_marked_zeros
 
 from ovspec.base.errors import OvspecError
 
@@ -75,16 +75,11 @@ class OneMatrix:
         return f"the kind of {name}"
 
 
-def marked(shape: tuple[int, int]) -> np.ndarray:
-    zeros = np.zeros(shape, np.float32)
-    zeros[0, 0] = MARK_STEP
-    return zeros
-
-
 def product_with(weights: PackedWeights | np.ndarray, is_transposed: bool = False, count: int = 1) -> ov.Model:
     """Return a graph that multiplies its input [1, tokens, columns] with the weights, ``count`` times."""
     values = ops.parameter([1, -1, COLUMNS], np.float32)
-    matrix = ops.constant(marked((COLUMNS, ROWS) if is_transposed else (ROWS, COLUMNS)))
+    zeros = make_marked_zeros((COLUMNS, ROWS) if is_transposed else (ROWS, COLUMNS), MARK_STEP)
+    matrix = ops.constant(zeros)
     products = [ops.result(ops.matmul(values, matrix, False, not is_transposed)) for _ in range(count)]
     model = ov.Model(products, [values])  # type: ignore[arg-type]
     GraphFiller(model, OneMatrix(weights, is_transposed)).fill({"w": float(MARK_STEP)})
@@ -93,7 +88,7 @@ def product_with(weights: PackedWeights | np.ndarray, is_transposed: bool = Fals
 
 def lookup_in(weights: PackedWeights) -> ov.Model:
     ids = ops.parameter([1, -1], np.int32)
-    rows = ops.gather(ops.constant(marked((ROWS, COLUMNS))), ids, ops.constant(0))
+    rows = ops.gather(ops.constant(make_marked_zeros((ROWS, COLUMNS), MARK_STEP)), ids, ops.constant(0))
     model = ov.Model([ops.result(rows)], [ids])  # type: ignore[arg-type]
     GraphFiller(model, OneMatrix(weights)).fill({"w": float(MARK_STEP)})
     return model
@@ -154,6 +149,16 @@ def test_matrices_stored_the_other_way_round_are_turned() -> None:
         reference = weights.unpack() if isinstance(weights, PackedWeights) else weights.astype(np.float32)
         product = ov.Core().compile_model(product_with(weights, is_transposed=True), "CPU", PROPERTIES)(values)[0]
         assert np.allclose(product, values @ reference.T, atol=1e-4)
+
+
+def test_constants_that_are_transposed_in_the_graph_are_found() -> None:
+    values = ops.parameter([1, -1, COLUMNS], np.float32)
+    matrix = ops.constant(np.ascontiguousarray(make_marked_zeros((COLUMNS, ROWS), MARK_STEP).T))
+    model = ov.Model([ops.result(ops.matmul(values, matrix, False, True))], [values])  # type: ignore[arg-type]
+    GraphFiller(model, OneMatrix(FORMS["Q4_0"], is_transposed=True)).fill({"w": float(MARK_STEP)})
+    numbers = np.random.default_rng(9).normal(size=(1, 5, COLUMNS)).astype(np.float32)
+    product = ov.Core().compile_model(model, "CPU", PROPERTIES)(numbers)[0]
+    assert np.allclose(product, numbers @ FORMS["Q4_0"].unpack().T, atol=1e-4)
 
 
 def test_floats_of_16_bits_stay_that() -> None:

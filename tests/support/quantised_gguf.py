@@ -48,7 +48,7 @@ def random_blocks(kind: str, shape: tuple[int, ...], spread: float, seed: int) -
 def quantise_file(source: Path, output: Path, kinds: list[str]) -> dict[str, str]:
     """Write ``source`` with each matrix in the next of ``kinds``, or the next but one …; return the types by name.
 
-    A matrix whose rows don't fit is in Q8_0.
+    A matrix whose rows don't fit is in Q8_0 or, if they don't fit that, in f32.
     """
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
@@ -68,6 +68,9 @@ def quantise_file(source: Path, output: Path, kinds: list[str]) -> dict[str, str
         kind = kinds[len(types) % len(kinds)]
         if shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
             kind = "Q8_0"
+        if shape[1] % 32:
+            writer.add_tensor(tensor.name, values)
+            continue
         types[tensor.name] = kind
         if kind in SCALES or kind == "MXFP4":
             blocks = random_blocks(kind, values.shape, float(values.std()), len(types))
