@@ -9,7 +9,7 @@ from pathlib import Path
 from ovspec.base.progress import print_note, show_step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
-from ovspec_export.compression import KEEP, Compression
+from ovspec_export.compression import Compression
 from ovspec_export.convert import (
     check_converted_files,
     convert_head,
@@ -20,12 +20,11 @@ from ovspec_export.convert import (
 from ovspec_export.draft_vocabulary import trim_ir
 from ovspec_export.export_plan import plan_export
 from ovspec_export.folders import open_partial_folder
-from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_kept_gguf_checkpoint
 from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 from ovspec_export.mtp_vocabulary import choose_mtp_vocabulary
 from ovspec_export.quality import evaluate_exports, format_quality_table
-from ovspec_export.sources import GgufSource, HeadSource, MtpSource, Source
-from ovspec_export.text_part import extract_text_model
+from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
+from ovspec_export.sources import HeadSource, MtpSource
 from ovspec_export.tokenizers import find_differing_texts, load_tokenizer, replace_chat_template
 
 
@@ -76,7 +75,7 @@ def export_pair(
     )
     with open_partial_folder(output, overwrite) as work_folder:
         sources = [
-            ensure_readable_checkpoint(source, work_folder / f"checkpoint-{i}", options)
+            ensure_readable_checkpoint(source, work_folder / f"checkpoint-{i}", options.weight_format)
             for i, (source, options) in enumerate(zip(plan.sources, plan.compressions, strict=False))
         ]
         if draft_layers is not None:
@@ -124,12 +123,3 @@ def export_pair(
     for line in format_quality_table(quality_figures):
         print_note(line)
     return manifest
-
-
-def ensure_readable_checkpoint(source: Source, folder: Path, compression: Compression) -> Source:
-    """Return a source that optimum can read: the same, or a checkpoint that is written into ``folder``."""
-    if isinstance(source, GgufSource):
-        if compression.weight_format == KEEP:
-            return write_kept_gguf_checkpoint(source, folder)
-        return write_gguf_checkpoint(source, folder, compression.weight_format)
-    return extract_text_model(source, folder) if source.has_non_text_parts else source

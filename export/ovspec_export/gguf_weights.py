@@ -166,8 +166,8 @@ def is_kept_matrix(info: TensorInfo) -> bool:
 
 
 def find_unkept_tensor(headers: GgufHeaders) -> str | None:
-    """Return the name of a quantised tensor that isn't a matrix, such as the weights of all experts; None if none."""
-    return next((name for name, info in headers.tensors.items() if info.is_quantised and len(info.shape) != 2), None)
+    """Return the name of a quantised tensor of several matrices, the weights of all experts; None if there is none."""
+    return next((name for name, info in headers.tensors.items() if info.is_quantised and len(info.shape) > 2), None)
 
 
 def parse_layer_number(name: str) -> int:

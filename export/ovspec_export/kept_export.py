@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ovspec.base.files import read_json
+from ovspec_export.checkpoint_weights import CheckpointWeights, Quantisation
 from ovspec_export.gguf_file import read_gguf_headers
 from ovspec_export.gguf_weights import GgufWeights
 from ovspec_export.kept_speed import are_offsets_faster
@@ -35,6 +36,9 @@ class Skeleton:
 def open_weights(folder: Path, model: PreTrainedModel) -> KeptWeights:
     """Return the weights of the checkpoint in ``folder``, of which ``model`` is made."""
     location = read_json(folder / WEIGHTS_FILE)
+    if "checkpoint" in location:
+        quantisation = Quantisation(**location["quantisation"])
+        return CheckpointWeights(Path(location["checkpoint"]), quantisation, model, location.get("layers"))
     return GgufWeights(read_gguf_headers(Path(location["gguf"])), model, location.get("layers"))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
 
-MARK_STEP = np.float32(2.0**-20)  # a mark is a multiple of this
+MARK_STEP = 2.0**-20  # a mark is a multiple of this
 
 
 # ---------------------------------------------------------------- the model
@@ -64,7 +64,7 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
         if name not in known_names:
             continue
         if name in matrices:
-            marks[name] = float(MARK_STEP * (len(marks) + 1))
+            marks[name] = MARK_STEP * (len(marks) + 1)
             values = make_marked_zeros(known_names[name], marks[name])
         else:
             values = kept.read_values(name)
@@ -162,7 +162,7 @@ class GraphFiller:
             if node.get_type_name() != "Constant" or node.get_element_type() != ov.Type.f32:
                 continue
             values = node.data  # type: ignore[attr-defined]
-            if values.ndim != 2 or min(values.shape) < 2 or not {values[0, 1], values[1, 0]} == {values[0, 0], 0}:
+            if values.ndim != 2 or min(values.shape) < 2 or {values[0, 1], values[1, 0]} != {values[0, 0], 0}:
                 continue
             if (name := names_by_mark.get(float(values[0, 0]))) is not None:
                 constants.setdefault(name, []).append(node)

@@ -300,6 +300,21 @@ def test_ends(tokens: list[str], ends: list[str]) -> None:
     assert special >= set(ends)  # although the file calls them normal
 
 
+@pytest.mark.parametrize(
+    ("kind", "role", "ends"), [(4, None, False), (1, None, True), (3, None, True), (4, "eot", True)]
+)
+def test_html_does_not_end_a_text(kind: int, role: str | None, ends: bool) -> None:
+    """Gemma 3 has the tags of HTML as user-defined tokens, and </s> is one of them."""
+    read = with_tokens("<s>", "</s>", "</u>")
+    read["tokenizer.ggml.token_type"] = [*BYTE_LEVEL["tokenizer.ggml.token_type"], 4, kind, 4]
+    tag = read["tokenizer.ggml.tokens"].index("</s>")
+    if role:
+        read |= {f"tokenizer.ggml.{role}_token_id": tag}
+    assert (tag in read_end_ids(read)) == ends
+    made = build_tokenizer(read, "small")
+    assert made.decode(made("ab</s>ab")["input_ids"], skip_special_tokens=True) == ("abab" if ends else "ab</s>ab")
+
+
 def test_a_file_without_a_pre_tokenizer_is_noted(capfd: pytest.CaptureFixture[str]) -> None:
     build_tokenizer({key: value for key, value in BYTE_LEVEL.items() if not key.endswith("pre")}, "old.gguf")
     assert capfd.readouterr().err.startswith("old.gguf doesn't say how its tokenizer cuts texts into words")

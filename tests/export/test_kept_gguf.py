@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -206,7 +207,7 @@ def test_every_architecture_is_kept(name: str, files: Path, tmp_path: Path, monk
     quantise_file(files / f"{name}.gguf", file, list(EXACT))
     unpack(file, tmp_path / "hf")
     export_pair(str(file), None, tmp_path / "ir")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     prompt = np.random.default_rng(0).integers(5, 4000, 24).tolist()
     expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None)
     properties = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}

@@ -82,7 +82,7 @@ def product_with(weights: PackedWeights | np.ndarray, is_transposed: bool = Fals
     matrix = ops.constant(zeros)
     products = [ops.result(ops.matmul(values, matrix, False, not is_transposed)) for _ in range(count)]
     model = ov.Model(products, [values])  # type: ignore[arg-type]
-    GraphFiller(model, OneMatrix(weights, is_transposed)).fill({"w": float(MARK_STEP)})
+    GraphFiller(model, OneMatrix(weights, is_transposed)).fill({"w": MARK_STEP})
     return model
 
 
@@ -90,7 +90,7 @@ def lookup_in(weights: PackedWeights) -> ov.Model:
     ids = ops.parameter([1, -1], np.int32)
     rows = ops.gather(ops.constant(make_marked_zeros((ROWS, COLUMNS), MARK_STEP)), ids, ops.constant(0))
     model = ov.Model([ops.result(rows)], [ids])  # type: ignore[arg-type]
-    GraphFiller(model, OneMatrix(weights)).fill({"w": float(MARK_STEP)})
+    GraphFiller(model, OneMatrix(weights)).fill({"w": MARK_STEP})
     return model
 
 
@@ -155,7 +155,7 @@ def test_constants_that_are_transposed_in_the_graph_are_found() -> None:
     values = ops.parameter([1, -1, COLUMNS], np.float32)
     matrix = ops.constant(np.ascontiguousarray(make_marked_zeros((COLUMNS, ROWS), MARK_STEP).T))
     model = ov.Model([ops.result(ops.matmul(values, matrix, False, True))], [values])  # type: ignore[arg-type]
-    GraphFiller(model, OneMatrix(FORMS["Q4_0"], is_transposed=True)).fill({"w": float(MARK_STEP)})
+    GraphFiller(model, OneMatrix(FORMS["Q4_0"], is_transposed=True)).fill({"w": MARK_STEP})
     numbers = np.random.default_rng(9).normal(size=(1, 5, COLUMNS)).astype(np.float32)
     product = ov.Core().compile_model(model, "CPU", PROPERTIES)(numbers)[0]
     assert np.allclose(product, numbers @ FORMS["Q4_0"].unpack().T, atol=1e-4)
@@ -174,7 +174,7 @@ def test_a_matrix_that_is_not_found_is_no_small_matter() -> None:
     values = ops.parameter([1, -1, COLUMNS], np.float32)
     model = ov.Model([ops.result(values)], [values])  # type: ignore[arg-type]
     with pytest.raises(OvspecError, match="its weights can't be kept, as w isn't a matrix of its own in the IR"):
-        GraphFiller(model, OneMatrix(FORMS["Q4_0"])).fill({"w": float(MARK_STEP)})
+        GraphFiller(model, OneMatrix(FORMS["Q4_0"])).fill({"w": MARK_STEP})
 
 
 def test_weights_with_another_order_are_only_multiplied() -> None:

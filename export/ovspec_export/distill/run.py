@@ -35,7 +35,8 @@ from ovspec_export.distill.work_folder import (
     lock_work_folder,
 )
 from ovspec_export.draft_vocabulary import choose_most_used_ids
-from ovspec_export.export import ensure_readable_checkpoint, export_pair
+from ovspec_export.export import export_pair
+from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
 
 FIRST_ROUND_SECONDS = 360.0
 ROUND_GROWTH = 1.6  # how much longer each later round takes than the one before
