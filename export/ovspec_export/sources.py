@@ -349,8 +349,8 @@ def check_can_be_unpacked(source: Source) -> None:
     """Raise OvspecError if a source has quantised weights that are only exported as they are."""
     if source.is_quantised and not isinstance(source, GgufSource):
         raise OvspecError(
-            f"{source.name}: its weights are quantised, and are only exported as they are; leave the options for its "
-            "weights out, or name the checkpoint that isn't quantised."
+            f"{source.name}: its weights are quantised, and are only exported as they are; export it without options "
+            "for its weights, or name the checkpoint that isn't quantised."
         )
 
 

@@ -240,7 +240,9 @@ def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
     for number in (1, 2):
         file = tmp_path / f"model-{number:05}-of-00002.gguf"
         written(file, split__count=2)
-    with pytest.raises(OvspecError, match=r"00002-of-00002\.gguf: has the tensor token_embd.weight, which another file"):
+    with pytest.raises(
+        OvspecError, match=r"00002-of-00002\.gguf: has the tensor token_embd.weight, which another file"
+    ):
         find_source(str(file))
 
 

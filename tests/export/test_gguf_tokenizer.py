@@ -226,6 +226,27 @@ def test_runs_of_spaces_are_cut_from_the_left(
         assert ours.decode(ours.encode(text)) == made.decode(made(text)["input_ids"]) == text
 
 
+def test_symbols_for_spaces_are_no_runs_of_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp finds tokens of several spaces before it spells spaces, so U+2581 in a text is not one of them."""
+    runs = [(" " * length, 4, -1000.0) for length in range(2, 5)]
+    made = build_tokenizer(with_pieces(*runs, add_space_prefix=False, add_bos_token=False), "small")
+    ours = converted(made, tmp_path, monkeypatch)
+    cases = {
+        "b▁▁a": ["b", "▁", "▁a"],
+        "b ▁a": ["b", "▁", "▁a"],
+        "b▁ a": ["b", "▁", "▁a"],
+        "b▁  a": ["b", "▁", "▁▁", "a"],
+        "b   ▁a": ["b", "▁▁▁", "▁a"],
+        "▁▁▁": ["▁", "▁", "▁"],
+        "b   a▁b": ["b", "▁▁▁", "a", "▁", "b"],
+        "▁a": ["▁a"],
+    }
+    for text, tokens in cases.items():
+        assert made.tokenize(text) == tokens
+        assert ours.encode(text).tolist() == made(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == text.replace("▁", " ")
+
+
 def test_normal_tokens_that_no_merge_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO would find them in every text."""
     made = build_tokenizer(with_pieces(("abba", 1, -1.5), ("aab", 4, -1000.0)), "small")
