@@ -24,7 +24,7 @@ from ovspec_export.manifests import complete_export, make_manifest_entry, read_i
 from ovspec_export.mtp_vocabulary import choose_mtp_vocabulary
 from ovspec_export.quality import evaluate_exports, format_quality_table
 from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
-from ovspec_export.sources import HeadSource, MtpSource
+from ovspec_export.sources import GgufSource, HeadSource, MtpSource
 from ovspec_export.tokenizers import find_differing_texts, load_tokenizer, replace_chat_template
 
 
@@ -103,7 +103,9 @@ def export_pair(
         differing_texts: list[str] = []
         with show_step(f"{sources[0].name}: comparing the tokenizers"):
             if not sources[0].is_ir:
-                differing_texts = find_differing_texts(load_tokenizer(sources[0], trust_remote_code), work_folder)
+                # That of a GGUF file is built in less time than a checkpoint's is loaded.
+                tokenizer_source = plan.sources[0] if isinstance(plan.sources[0], GgufSource) else sources[0]
+                differing_texts = find_differing_texts(load_tokenizer(tokenizer_source, trust_remote_code), work_folder)
         for differing_text in differing_texts:
             print_note(f"warning: OpenVINO's tokenizer splits {differing_text!r} differently from Hugging Face's")
         quality_figures = (
