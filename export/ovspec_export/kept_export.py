@@ -18,6 +18,7 @@ from ovspec_export.kept_weights import WEIGHTS_FILE, KeptWeights, has_kept_weigh
 from ovspec_export.skeleton import GraphFiller, fill_skeleton, make_model_without_data, read_matrices_when_used
 
 if TYPE_CHECKING:
+    import numpy as np
     import openvino as ov
     from transformers import PreTrainedModel
 
@@ -111,6 +112,18 @@ def find_product_matrices(model: PreTrainedModel, kept: KeptWeights) -> frozense
         for name, parameter in model.named_parameters()
         if name in kept.list_matrices() and id(parameter) not in outer_parameters
     )
+
+
+def read_kept_embedding(folder: Path) -> np.ndarray:
+    """Return the embedding of the checkpoint in ``folder``, (tokens, width) float32."""
+    from transformers import AutoModelForCausalLM
+
+    with loading_skeletons(folder) as skeletons:
+        AutoModelForCausalLM.from_pretrained(folder)
+    [skeleton] = skeletons
+    embedding = next(skeleton.model.get_input_embeddings().parameters())
+    name = next(name for name, parameter in skeleton.model.named_parameters() if parameter is embedding)
+    return skeleton.kept.read_values(name)
 
 
 def load_kept_model(folder: Path, trust_remote_code: bool, **options: Any) -> PreTrainedModel:

@@ -17,6 +17,8 @@ from family_models import warm_jobs
 from openvino import opset13 as ops
 from ovspec_export import Compression, convert, export_pair, kept_speed, quality
 from ovspec_export.export_plan import resolve_compression
+from ovspec_export.gguf_checkpoint import write_kept_gguf_checkpoint
+from ovspec_export.heads import read_target_embedding
 from ovspec_export.kept_weights import FORMS_FILE, WEIGHTS_FILE
 from ovspec_export.sources import GgufSource, find_source
 from quantised_gguf import EXACT, NEARLY_EXACT, quantise_file
@@ -146,6 +148,15 @@ def test_first_layers_and_comparison(
     plain = lm.generate("def f(", max_tokens=12, lookahead=0)
     drafted = lm.generate("def f(", max_tokens=12, lookahead=3)
     assert drafted.token_ids == plain.token_ids and drafted.stats.proposed
+
+
+def test_heads_get_the_embedding(mixed: tuple[Path, dict[str, str]], checkpoint: Path, tmp_path: Path) -> None:
+    source = find_source(str(mixed[0]))
+    assert isinstance(source, GgufSource)
+    write_kept_gguf_checkpoint(source, tmp_path / "kept")
+    embedding = read_target_embedding(tmp_path / "kept")
+    assert embedding is not None
+    assert torch.equal(embedding, load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(("times", "faster"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
