@@ -73,7 +73,9 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
     missing_names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing_names:
         raise OvspecError(f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all).")
-    return marks
+    # A matrix that is tied to another is that.
+    remaining_names = {name for name, _ in model.named_parameters()}
+    return {name: mark for name, mark in marks.items() if name in remaining_names}
 
 
 def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:

@@ -266,6 +266,23 @@ def test_unknown_and_missing_tensors_are_refused(awq: Path, tmp_path: Path, monk
             export_pair(str(tmp_path / change), None, tmp_path / "ir")
 
 
+def test_tied_matrices_and_biases_of_zeros_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AutoGPTQ writes biases of zeros, and AutoAWQ the lm_head once more."""
+    warm_jobs(monkeypatch)
+    config, pack, _ = KINDS["gptq"]
+    packed = make_checkpoint(tmp_path, config, pack, num_hidden_layers=1, tie_word_embeddings=True)
+    tensors = load_file(packed / "model.safetensors")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), bias: torch.zeros(256)}
+    save_file(tensors | more, packed / "model.safetensors")
+    export_pair(str(packed), None, tmp_path / "ir")
+    reference = logits(tmp_path / "plain")[0].numpy()
+    assert rms(ir_logits(tmp_path / "ir")[0] - reference) < 1e-4 * reference.std()
+    save_file(tensors | more | {bias: torch.ones(256)}, packed / "model.safetensors")
+    with pytest.raises(OvspecError, match=f"its tensor {bias} has no place in a model of its family"):
+        layers_of(packed, config)
+
+
 def test_inputs_that_were_to_be_rounded_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
