@@ -115,7 +115,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "compressed-tensors, act-order": (compressed(4), compressed_with(4, 64, True, True), "i4 in groups of 64\n"),
     "compressed-tensors, int8": (compressed(8, "int-quantized"), pack_with(int8_tensors, 8, -1, True), "i8\n"),
 }
-EXPORTED = ("gptq, act-order", "awq", "compressed-tensors, asym")
+EXPORTED = ("gptq, act-order", "compressed-tensors, asym")
 
 
 def layers_of(folder: Path, config: dict[str, Any]) -> CheckpointWeights:
@@ -178,6 +178,7 @@ def test_products_of_the_same_values_share_their_order(tmp_path: Path, monkeypat
     assert len(orders) == 4  # before q, k and v; o; gate and up; and down
 
 
+@pytest.mark.slow
 def test_draft_of_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     warm_jobs(monkeypatch)
     config, pack, _ = KINDS["awq"]
@@ -283,6 +284,7 @@ def test_tied_matrices_and_biases_of_zeros_may_be_there(tmp_path: Path, monkeypa
         layers_of(packed, config)
 
 
+@pytest.mark.slow
 def test_inputs_that_were_to_be_rounded_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
