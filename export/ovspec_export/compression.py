@@ -11,6 +11,7 @@ from ovspec.base.json_types import JsonObject
 
 # Approximate bits per weight, with its share of scales and zero points.
 WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
+KEEP = "keep"  # the source's own integers, if its weights are quantised
 DEFAULT_GROUP_SIZE = 128  # nncf's, where an option for int4 is given
 BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 
@@ -19,6 +20,7 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 class Compression:
     """A weight format and, for int4, nncf's options; None leaves a choice to optimum.
 
+    weight_format: one of ``WEIGHT_FORMATS``, or ``KEEP``.
     group_size: number of weights that share a scale. ratio: share of the layers that get int4.
     sym: quantise without zero points. backup_precision: format of the layers that don't get int4.
     awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, calibrated on what the model
@@ -40,8 +42,9 @@ class Compression:
 
     def check_weight_options(self) -> None:
         """Raise OvspecError if the options don't fit together."""
-        if self.weight_format not in WEIGHT_FORMATS:
-            raise OvspecError(f"Weight format {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}.")
+        if self.weight_format not in (*WEIGHT_FORMATS, KEEP):
+            formats = ", ".join((*WEIGHT_FORMATS, KEEP))
+            raise OvspecError(f"Weight format {self.weight_format!r} is not one of {formats}.")
         int4_options = [name for name in self.requested_options() if name != "sym"]
         if self.weight_format != "int4" and int4_options:
             raise OvspecError(f"`{int4_options[0]}` works only with `weight_format='int4'`.")
@@ -64,8 +67,11 @@ class Compression:
             read_text(self.calibration)
 
     def optimum_arguments(self) -> list[str]:
-        """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses."""
-        if self.calibration or self.weight_format == "bf16":
+        """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses.
+
+        Kept weights come into a graph in fp32.
+        """
+        if self.calibration or self.weight_format in ("bf16", KEEP):
             return ["--weight-format", "fp32"]
         options = {"--group-size": self.group_size, "--ratio": self.ratio, "--backup-precision": self.backup_precision}
         arguments = [part for name, option in options.items() if option is not None for part in (name, str(option))]
@@ -96,3 +102,4 @@ class Compression:
 
 
 INT8 = Compression()
+KEPT = Compression(KEEP)

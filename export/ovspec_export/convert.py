@@ -19,14 +19,15 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.base.progress import format_size, show_step
+from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.heads import list_head_layers
 from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.tokenizer import TOKENIZER_FILE
-from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
+from ovspec_export.compression import DEFAULT_GROUP_SIZE, KEEP, WEIGHT_FORMATS, Compression
 from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.head_layout import flatten_head_config
+from ovspec_export.kept_weights import has_kept_weights, read_forms, write_first_layers_config
 from ovspec_export.mtp_layout import make_layer_config
 from ovspec_export.sources import TEXT_SUFFIXES, GgufSource, HeadSource, MtpSource, Source, copy_model_files
 from ovspec_export.tokenizers import load_tokenizer
@@ -36,6 +37,7 @@ WORKER_MODULE = "ovspec_export.worker"  # the module that runs jobs
 MessageHandler = Callable[[JsonObject], None]
 POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; Ctrl-C interrupts no longer wait there
 SMALLEST_GROUP_SIZE = 16  # weights that share a scale
+KEPT_SIZE = 1.8  # of kept weights, at most, as a share of the source's: 5 bits become 8
 JOB_FAILURES = {
     "export_with_optimum": "optimum-cli could not export it",
     "convert_eagle_head": "the head could not be converted",
@@ -97,6 +99,8 @@ def convert_source(
     if optimum_format == "int4" and (compression.group_size or 0) > 0:
         group_note = f" in groups of {compression.group_size}"
     heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {optimum_format}{group_note}"
+    if compression.weight_format == KEEP:
+        heading = f"{source.name}: converting its graph and keeping its weights"
     with show_step(heading, keep_line=True) as conversion_step:
         run_worker_job(
             "export_with_optimum",
@@ -113,7 +117,10 @@ def convert_source(
             run_worker_job("convert_tokenizer", source, folder, **path_arguments, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
+        forms = read_forms(folder) if compression.weight_format == KEEP else []
         conversion_step.result = describe_folder_size(folder)
+    for form in forms:
+        print_note(f"{source.name}: {form}")
     if compression.calibration:
         heading = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
         with show_step(f"{source.name}: {heading}", keep_line=True) as compression_step:
@@ -209,6 +216,10 @@ def convert_head_with(
 
 def make_first_layers_checkpoint(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
+    name = f"{source.name}, first {layer_count} layers"
+    if has_kept_weights(source.path):
+        write_first_layers_config(source.path, layer_count, folder)
+        return Source(name, folder, is_ir=False, revision=source.revision)
     with show_step(f"{source.name}: making a draft from its first {layer_count} layers", keep_line=True):
         run_worker_job(
             "save_first_layers",
@@ -219,7 +230,7 @@ def make_first_layers_checkpoint(source: Source, layer_count: int, folder: Path,
             folder=str(folder),
             trust_remote_code=source.runs_own_code(trust_remote_code),
         )
-    return Source(f"{source.name}, first {layer_count} layers", folder, is_ir=False, revision=source.revision)
+    return Source(name, folder, is_ir=False, revision=source.revision)
 
 
 def compute_layer_share(source: Source, layer_count: int) -> float:
@@ -358,6 +369,8 @@ def estimate_disk_space(source: Source, compression: Compression) -> float:
     """Return the disk space for exporting ``source``, in bytes: its IR and, if made first, the uncompressed one."""
     if source.is_ir:
         return source.size_in_bytes
+    if compression.weight_format == KEEP:
+        return KEPT_SIZE * source.size_in_bytes + 20e6
     final_bytes = source.parameter_count * WEIGHT_FORMATS[compression.weight_format] / 8
     passes_through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
     checkpoint_bytes = 0  # written first

@@ -9,7 +9,7 @@ from pathlib import Path
 from ovspec.base.progress import print_note, show_step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
-from ovspec_export.compression import INT8, Compression
+from ovspec_export.compression import Compression
 from ovspec_export.convert import (
     check_converted_files,
     convert_head,
@@ -20,12 +20,11 @@ from ovspec_export.convert import (
 from ovspec_export.draft_vocabulary import trim_ir
 from ovspec_export.export_plan import plan_export
 from ovspec_export.folders import open_partial_folder
-from ovspec_export.gguf_checkpoint import write_gguf_checkpoint
 from ovspec_export.manifests import complete_export, make_manifest_entry, read_installed_versions
 from ovspec_export.mtp_vocabulary import choose_mtp_vocabulary
 from ovspec_export.quality import evaluate_exports, format_quality_table
-from ovspec_export.sources import GgufSource, HeadSource, MtpSource, Source
-from ovspec_export.text_part import extract_text_model
+from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
+from ovspec_export.sources import GgufSource, HeadSource, MtpSource
 from ovspec_export.tokenizers import find_differing_texts, load_tokenizer, replace_chat_template
 
 
@@ -33,7 +32,7 @@ def export_pair(
     target: str,
     draft: str | None,
     output: Path,
-    compression: Compression = INT8,
+    compression: Compression | None = None,
     draft_compression: Compression | None = None,
     *,
     overwrite: bool = False,
@@ -50,7 +49,7 @@ def export_pair(
             the target's checkpoint has, which is the default if there is one; "none" for none.
         output: the folder to write.
         overwrite: replace, at the very end, a pair that ovspec exported there before.
-        compression: how the target's weights are stored.
+        compression: how the target's weights are stored; by default int8, and weights that are quantised are kept.
         draft_compression: how the draft's weights are stored; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
         evaluate: a text file on which the exported models are compared with the checkpoints.
@@ -104,7 +103,9 @@ def export_pair(
         differing_texts: list[str] = []
         with show_step(f"{sources[0].name}: comparing the tokenizers"):
             if not sources[0].is_ir:
-                differing_texts = find_differing_texts(load_tokenizer(sources[0], trust_remote_code), work_folder)
+                # That of a GGUF file is built in less time than a checkpoint's is loaded.
+                tokenizer_source = plan.sources[0] if isinstance(plan.sources[0], GgufSource) else sources[0]
+                differing_texts = find_differing_texts(load_tokenizer(tokenizer_source, trust_remote_code), work_folder)
         for differing_text in differing_texts:
             print_note(f"warning: OpenVINO's tokenizer splits {differing_text!r} differently from Hugging Face's")
         quality_figures = (
@@ -124,10 +125,3 @@ def export_pair(
     for line in format_quality_table(quality_figures):
         print_note(line)
     return manifest
-
-
-def ensure_readable_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
-    """Return a source that optimum can read: the same, or a checkpoint that is written into ``folder``."""
-    if isinstance(source, GgufSource):
-        return write_gguf_checkpoint(source, folder, weight_format)
-    return extract_text_model(source, folder) if source.has_non_text_parts else source

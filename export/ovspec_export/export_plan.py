@@ -12,13 +12,14 @@ from ovspec.base.files import read_text
 from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.drafting.choice import MTP_DRAFT, NO_DRAFT
 from ovspec.text.custom_template import resolve_custom_template
-from ovspec_export.compression import INT8, Compression
+from ovspec_export.compression import INT8, KEEP, KEPT, Compression
 from ovspec_export.convert import choose_group_size, compute_layer_share, estimate_disk_space
 from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids
 from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.folders import check_disk_space, check_output_folder
+from ovspec_export.gguf_weights import find_unkept_tensor
 from ovspec_export.head_fit import check_head_fits
-from ovspec_export.sources import HeadSource, Source, find_own_mtp_layer, find_source
+from ovspec_export.sources import GgufSource, HeadSource, Source, check_can_be_unpacked, find_own_mtp_layer, find_source
 from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templates
 
 
@@ -45,7 +46,7 @@ def plan_export(
     target: str,
     draft: str | None,
     output: Path,
-    compression: Compression,
+    compression: Compression | None,
     draft_compression: Compression | None,
     *,
     overwrite: bool,
@@ -89,20 +90,26 @@ def plan_export(
     if evaluate and any(source.is_ir for source in sources if source is not draft_head):
         raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
     for source, weight_options in zip(sources, (compression, draft_compression), strict=False):
-        if source.is_ir and weight_options not in (None, INT8):
+        if source.is_ir and weight_options not in (None, INT8, KEPT):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
     tap_layers = check_head_fits(target_source, draft_head) if draft_head else None
     for source in sources:
         if not source.is_ir:
             # Prepared before anything is converted, so that a missing version is noticed at once.
             prepare_environment_variables(source.family.environment, source.model_type)
-    if draft_head and (draft_compression or compression).calibration:
-        print_note(f"{draft_head.name}: a head is compressed without a text to calibrate on")
-        draft_compression = (draft_compression or compression).without_calibration()
-    # A draft of first layers has the target's rows.
-    requested_compressions = zip(
-        [*sources, target_source], (compression, draft_compression or compression), strict=False
+    inherited_compression = None if compression == KEPT else compression
+    compression, draft_compression = (
+        resolve_compression(source, options)
+        for source, options in (
+            (target_source, compression),
+            (draft_source or target_source, draft_compression or inherited_compression),
+        )
     )
+    if draft_head and draft_compression.calibration:
+        print_note(f"{draft_head.name}: a head is compressed without a text to calibrate on")
+        draft_compression = draft_compression.without_calibration()
+    # A draft of first layers has the target's rows.
+    requested_compressions = zip([*sources, target_source], (compression, draft_compression), strict=False)
     compressions = [choose_group_size(source, options) for source, options in requested_compressions]
     needed_bytes = [
         estimate_disk_space(source, options) for source, options in zip(sources, compressions, strict=False)
@@ -114,6 +121,36 @@ def plan_export(
         with show_step(f"{draft_source.name}: comparing its vocabulary with that of {target_source.name}"):
             check_pair_vocabularies(target_source, draft_source, trust_remote_code)
     return ExportPlan(sources, compressions, resolved_template, draft_ids, tap_layers)
+
+
+def resolve_compression(source: Source, compression: Compression | None) -> Compression:
+    """Return how the weights of ``source`` are stored, by default as they are if they are quantised, else in int8.
+
+    Raises:
+        OvspecError: they are to be kept, and can't be.
+    """
+    if compression is not None and compression.weight_format != KEEP:
+        check_can_be_unpacked(source)
+        return compression
+    if source.is_ir:
+        return INT8
+    obstacle = find_keep_obstacle(source)
+    if obstacle is None:
+        return KEPT
+    if compression is not None:
+        raise OvspecError(f"{source.name}: {obstacle}; name another `weight_format` than '{KEEP}'.")
+    if source.is_quantised:
+        print_note(f"{source.name}: {obstacle}; they are quantised anew to {INT8.weight_format}")
+    return INT8
+
+
+def find_keep_obstacle(source: Source) -> str | None:
+    """Return why the weights of a source can't be kept as they are, or None if they can be."""
+    if not source.is_quantised:
+        return "its weights aren't quantised, and can't be kept"
+    if isinstance(source, GgufSource) and (tensor := find_unkept_tensor(source.gguf_headers)):
+        return f"its weights of experts ({tensor}) can't be kept"
+    return None
 
 
 def find_draft_source(

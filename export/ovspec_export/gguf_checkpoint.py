@@ -20,6 +20,8 @@ from ovspec_export import convert
 from ovspec_export.gguf_config import build_generation_config
 from ovspec_export.gguf_file import GgufHeaders
 from ovspec_export.gguf_tokenizer import read_end_ids
+from ovspec_export.gguf_weights import CONFIG_TENSORS, make_name_tables_once, parse_layer_number
+from ovspec_export.kept_weights import WEIGHTS_FILE
 from ovspec_export.sources import GgufSource, Source
 from ovspec_export.tokenizers import load_tokenizer
 
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
 GGML_BF16 = 30  # ggml's number of the type
 SHARD_BYTES = 4_000_000_000  # bytes of weights that are held in memory before they are written
-# Tensors that became config.
-CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) -> Source:
@@ -43,16 +43,32 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
     """
     dtype = choose_weight_dtype(source, weight_format)
     with show_step(f"{source.name}: unpacking {format_size(source.size_in_bytes)} to {dtype}", keep_line=True):
-        folder.mkdir(parents=True)
-        load_tokenizer(source).save_pretrained(folder)
-        write_json_file(folder / "config.json", source.config | {"dtype": dtype})
-        write_json_file(
-            folder / "generation_config.json",
-            build_generation_config(source.gguf_headers, read_end_ids(source.gguf_headers.metadata)),
-        )
+        write_gguf_config(source, folder, dtype)
         paths = {"gguf_file": str(source.path.absolute()), "folder": str(folder)}
         convert.run_worker_job("unpack_gguf_weights", source, folder, None, **paths, dtype=dtype)
     return Source(source.name, folder, is_ir=False, revision=source.revision)
+
+
+def write_kept_gguf_checkpoint(source: GgufSource, folder: Path) -> Source:
+    """Write the config and the tokenizer of a GGUF file into ``folder``, from which its weights are read later.
+
+    Raises:
+        OvspecError: the tokenizer isn't understood, or the disk is full.
+    """
+    write_gguf_config(source, folder, "float32")
+    write_json_file(folder / WEIGHTS_FILE, {"gguf": str(source.path.absolute())})
+    return Source(source.name, folder, is_ir=False, revision=source.revision)
+
+
+def write_gguf_config(source: GgufSource, folder: Path, dtype: str) -> None:
+    """Write the files of a checkpoint except its weights."""
+    folder.mkdir(parents=True)
+    load_tokenizer(source).save_pretrained(folder)
+    write_json_file(folder / "config.json", source.config | {"dtype": dtype})
+    write_json_file(
+        folder / "generation_config.json",
+        build_generation_config(source.gguf_headers, read_end_ids(source.gguf_headers.metadata)),
+    )
 
 
 def choose_weight_dtype(source: GgufSource, weight_format: str) -> str:
@@ -85,7 +101,8 @@ def write_gguf_weights(headers: GgufHeaders, folder: Path, dtype: str) -> None:
     config_file = folder / "config.json"
     write_json_file(config_file, read_json(config_file) | {"architectures": [type(model).__name__]})
     processor = TENSOR_PROCESSORS.get(headers.architecture, TensorProcessor)(config=config.to_dict())
-    hf_names = get_gguf_hf_weights_map(model, processor)
+    with make_name_tables_once():
+        hf_names = get_gguf_hf_weights_map(model, processor)
     hf_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
     shard_names: dict[str, str] = {}  # by the tensor's name
     tensors: dict[str, torch.Tensor] = {}  # of the next shard
@@ -141,9 +158,3 @@ def convert_gguf_tensor(
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:
         weights = weights.reshape(shape)  # files differ in whether a matrix of one row is stored as a vector
     tensors[hf_names[processed_tensor.name]] = torch.from_numpy(weights)
-
-
-def parse_layer_number(name: str) -> int:
-    """Return the number of the layer that a tensor belongs to; -1 for one outside the layers."""
-    name_parts = name.split(".")
-    return int(name_parts[1]) if name_parts[0] == "blk" and name_parts[1].isdecimal() else -1

@@ -24,6 +24,11 @@ FORMAT_VERSIONS = (2, 3)  # of the format
 DEFAULT_ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
 SCALAR_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
 SCALAR_DTYPES |= {10: "<u8", 11: "<i8", 12: "<f8"}
+# Far more than files have; beyond it, a damaged or hostile header would fill the memory.
+MAX_HEADER_BYTES = 2**28
+MAX_ARRAY_ELEMENTS = 2**24  # of all arrays of the metadata
+MAX_ENTRIES, MAX_TENSORS = 2**16, 2**18
+READ_BYTES = 2**18  # about as many are made floats at a time
 FLOAT_TYPE, STRING_TYPE, ARRAY_TYPE = 6, 8, 9
 CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # if a file can't be read
 
@@ -52,13 +57,36 @@ class TensorInfo:
             raise ValueError(f"rows of {self.shape[-1:]} values cannot be stored in blocks of {block_elements}")
         return *self.shape[:-1], self.shape[-1] // block_elements * block_bytes
 
+    @property
+    def type_name(self) -> str:
+        """ggml's name of its type."""
+        from gguf.constants import GGMLQuantizationType
+
+        return GGMLQuantizationType(self.ggml_type).name
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether several of its values share a scale."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        return GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
+
+    def read_bytes(self) -> np.ndarray:
+        """Return its bytes, of the shape ``stored_byte_shape``."""
+        return np.memmap(self.file, np.uint8, "r", self.offset, self.stored_byte_shape)
+
     def read_values(self) -> np.ndarray:
         """Return its values in f32."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        data = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_byte_shape)
-        return dequantize(data, GGMLQuantizationType(self.ggml_type))
+        stored = self.read_bytes()
+        # Of a few long rows it is faster than of many, and blocks don't depend on rows.
+        row_count = math.prod(self.shape[:-1])
+        least_count = min(max(1, stored.size // READ_BYTES), row_count)
+        long_row_count = next(count for count in range(least_count, row_count + 1) if row_count % count == 0)
+        long_rows = stored.reshape(long_row_count, -1)
+        return dequantize(long_rows, GGMLQuantizationType(self.ggml_type)).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -95,7 +123,10 @@ def read_gguf_headers(path: Path) -> GgufHeaders:
     for file in files[1:]:
         if not file.is_file():
             raise OvspecError(f"{file}: is missing; download all {len(files)} files of the model.")
-        tensors |= read_shard_header(file)[1]
+        shard_tensors = read_shard_header(file)[1]
+        if repeated_name := next((name for name in shard_tensors if name in tensors), None):
+            raise OvspecError(f"{file}: has the tensor {repeated_name}, which another file of the model has, too.")
+        tensors |= shard_tensors
     if not tensors:
         raise OvspecError(f"{path}: holds no weights; name the file with the whole model.")
     if len(tensors) != (tensor_count := metadata.get("split.tensors.count") or len(tensors)):
@@ -126,12 +157,15 @@ class GgufHeaderReader:
         self._data = data
         self._file = file
         self._position = len(MAGIC)
+        self._element_count = 0  # of all arrays
 
     def read_metadata_and_tensors(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
         (version,) = self._read_struct("<I")
         if version not in FORMAT_VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
         tensor_count, entry_count = self._read_struct("<QQ")
+        if tensor_count > MAX_TENSORS or entry_count > MAX_ENTRIES:
+            raise ValueError(f"has {tensor_count} tensors and {entry_count} entries of metadata")
         metadata = {}
         for _ in range(entry_count):
             key = self._read_string()
@@ -140,6 +174,8 @@ class GgufHeaderReader:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
+        if len({name for name, *_ in tensor_entries}) < len(tensor_entries):
+            raise ValueError("a tensor is there twice")
         data_start = -(-self._position // alignment) * alignment
         tensors = {
             name: TensorInfo(self._file, data_start + offset, shape, ggml_type)
@@ -159,6 +195,8 @@ class GgufHeaderReader:
     def _read_bytes(self, byte_count: int) -> bytes:
         if byte_count > len(self._data) - self._position:
             raise ValueError(f"an entry of {byte_count} bytes exceeds the file")
+        if self._position + byte_count > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {MAX_HEADER_BYTES} bytes")
         self._position += byte_count
         return self._data[self._position - byte_count : self._position]
 
@@ -175,6 +213,9 @@ class GgufHeaderReader:
         element_type, element_count = self._read_struct("<IQ")
         if element_type == ARRAY_TYPE:
             raise ValueError("an array of arrays")
+        self._element_count += element_count
+        if self._element_count > MAX_ARRAY_ELEMENTS:
+            raise ValueError(f"its metadata has {self._element_count} values")
         if element_type == STRING_TYPE:
             return [self._read_string() for _ in range(element_count)]
         return self._read_array(element_type, element_count)
@@ -192,6 +233,8 @@ class GgufHeaderReader:
         if not 0 < axis_count <= 4:
             raise ValueError(f"the tensor {name} has {axis_count} axes")
         shape = self._read_struct(f"<{axis_count}Q")
+        if not all(shape):
+            raise ValueError(f"the tensor {name} has an axis of 0")
         return name, tuple(reversed(shape)), *self._read_struct("<IQ")
 
 

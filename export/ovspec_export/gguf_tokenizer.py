@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPACE_SYMBOL = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
+NONCHARACTER = "\U0010ffff"  # marks places in a text; Unicode gives it no meaning, so texts don't have it
 TEMPLATE_KEY = "tokenizer.chat_template"
 HF_ROLE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 # Special tokens of Phi-3 without the white space after them.
@@ -118,13 +119,17 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
     if not all(map(math.isfinite, scores)):
         raise damaged_tokenizer_error(name, "a score is not a number")
     token_types = zip(scores, vocabulary.token_types, strict=False)
+    separate_symbols = False
     if len({score for score, token_type in token_types if token_type == NORMAL}) > 1:
         if not metadata.add_space_prefix:
-            make_spaces_normal_tokens(vocabulary, scores)
+            separate_symbols = make_spaces_normal_tokens(vocabulary, scores)
         merges = list(derive_merges(vocabulary, scores))
     else:  # converted from a checkpoint that has merges instead
         merges = read_merges(metadata, vocabulary.token_ids, name)
-    return build_character_bpe(vocabulary, merges, metadata.add_space_prefix)
+    tokenizer = build_character_bpe(vocabulary, merges, metadata.add_space_prefix)
+    if separate_symbols:
+        keep_symbols_apart(tokenizer)
+    return tokenizer
 
 
 def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], space_before: bool) -> Tokenizer:
@@ -144,12 +149,27 @@ def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]
     return tokenizer
 
 
-def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -> None:
+def keep_symbols_apart(tokenizer: Tokenizer) -> None:
+    """Cut a text where the symbol for a space itself stands beside a space or another such symbol.
+
+    The tokens for several spaces, which ``make_spaces_normal_tokens`` spells with the symbol, are for spaces alone.
+    """
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    places = Regex(f"(?<={SPACE_SYMBOL})(?=[ {SPACE_SYMBOL}])|(?<= )(?={SPACE_SYMBOL})")
+    spell_spaces = tokenizer.normalizer
+    assert spell_spaces
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(places, NONCHARACTER), spell_spaces])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(NONCHARACTER, "removed")
+
+
+def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -> bool:
     """Make normal tokens of user-defined tokens for several spaces, as in Gemma's files.
 
     Merged before all others, they are found where they would be found in the text. OpenVINO's tokenizer would miss
-    some of them.
+    some of them. Returns whether the file spells them with spaces, so that they don't stand for symbols.
     """
+    are_spelt_with_spaces = False
     token_ids = vocabulary.token_ids
     token_types = vocabulary.token_types
     for length in itertools.count(2):
@@ -160,13 +180,15 @@ def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -
             or token_types[token_ids[spellings[0]]] != USER_DEFINED
             or spelt_spaces[1:] not in token_ids
         ):
-            return
+            break
         token_id = token_ids.pop(spellings[0])
         token_ids[spelt_spaces] = token_id
         vocabulary.tokens[token_id] = spelt_spaces
         token_types[token_id] = NORMAL
         if spellings[0] != spelt_spaces:
             scores[token_id] = math.inf
+            are_spelt_with_spaces = True
+    return are_spelt_with_spaces
 
 
 def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The tokens of a GGUF file: their texts, types and roles, and the tokens that end a text.
 
-llama.cpp corrects files' data about special tokens, by the tokens' texts; this follows it.
+llama.cpp corrects files' data about special tokens, by the tokens' texts; this follows it, with one exception.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ ENDING_TOKENS = (
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
     "[e~["
 )
+# Tokens among them that are HTML, too: where a file says that its makers defined them, they are that alone, as in
+# Gemma 3, and don't end a text. llama.cpp ends it.
+HTML_TOKENS = ("</s>",)
 VISIBLE_TOKENS = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # of gpt-oss; they are part of the text
 # Where a vocabulary has all tokens of a row, its last one doesn't end a text, and gets this type.
 NOT_ENDING_TOKENS = {
@@ -113,9 +116,12 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str)
             token_types[token_id] = CONTROL
     end_ids = dict.fromkeys(role_ids[role] for role in ENDING_ROLES if role in role_ids)  # in this order
     for text in ENDING_TOKENS.split():
-        if text in token_ids:
-            end_ids[token_ids[text]] = None
-            token_types[token_ids[text]] = CONTROL
+        if (token_id := token_ids.get(text)) is None:
+            continue
+        if text in HTML_TOKENS and token_types[token_id] == USER_DEFINED and token_id not in role_ids.values():
+            continue
+        end_ids[token_id] = None
+        token_types[token_id] = CONTROL
     for text in VISIBLE_TOKENS:
         if text in token_ids:
             token_types[token_ids[text]] = USER_DEFINED

@@ -27,6 +27,8 @@ from ovspec.base.files import read_json
 from ovspec.ir.compile import write_target_ids
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO
 from ovspec_export.head_layout import HeadLayout, map_to_eagle_head_name, read_head_layout, read_rope_type
+from ovspec_export.kept_export import read_kept_embedding
+from ovspec_export.kept_weights import has_kept_weights
 from ovspec_export.pickled import read_pickled_tensors
 
 # Ends of the name that families have for the embedding of tokens.
@@ -275,6 +277,8 @@ def read_target_embedding(folder: Path) -> Tensor | None:
     """Return the embedding of a checkpoint's tokens, or None if it has none of a usual name."""
     from safetensors import safe_open
 
+    if has_kept_weights(folder):
+        return torch.from_numpy(read_kept_embedding(folder))
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for tensor_name in tensors.keys():  # noqa: SIM118

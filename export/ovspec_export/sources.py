@@ -42,7 +42,7 @@ from ovspec_export.head_layout import (
 )
 from ovspec_export.mtp_layout import MTP_ARCHITECTURE, find_mtp_layers
 from ovspec_export.pickled import read_pickled_tensors
-from ovspec_export.quantised import check_quantisation
+from ovspec_export.quantised import check_quantisation, has_kept_layout
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 EXPORT_PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
@@ -173,6 +173,11 @@ class Source:
         return {name: shape[-1] for name, shape in shapes if name.endswith("proj.weight") and len(shape) == 2}
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether its weights are integers with scales, which an export can keep."""
+        return not self.is_ir and has_kept_layout(self.config)
+
+    @property
     def size_in_bytes(self) -> int:
         """The size of its files in bytes."""
         return sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
@@ -199,6 +204,11 @@ class GgufSource(Source):
         return {name: shape[-1] for name, shape in shapes if name.startswith("blk.") and len(shape) > 1}
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether its weights are integers with scales, which an export can keep."""
+        return any(info.is_quantised for info in self.gguf_headers.tensors.values())
+
+    @property
     def size_in_bytes(self) -> int:
         """The size of its files in bytes."""
         return sum(path.stat().st_size for path in list_model_files(self.path))
@@ -217,6 +227,11 @@ class HeadSource(Source):
     def text_config(self) -> JsonObject | None:
         """None: it is never one among others."""
         return None
+
+    @property
+    def is_quantised(self) -> bool:
+        """False: its weights aren't kept as they are."""
+        return False
 
     @property
     def model_type(self) -> str:
@@ -298,7 +313,7 @@ class MtpSource(HeadSource):
 
 def find_own_mtp_layer(target: Source) -> MtpSource | None:
     """Return the MTP layer that a checkpoint brings along, or None."""
-    if target.is_ir or isinstance(target, (GgufSource, HeadSource)):
+    if target.is_ir or target.is_quantised or isinstance(target, (GgufSource, HeadSource)):
         return None
     mtp_layer = MtpSource(f"{target.name}, MTP layer", target.path, False, target.revision)
     return mtp_layer if mtp_layer.layers else None
@@ -328,6 +343,15 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         source = download_model(name, trust_remote_code)
     check_source(source, name, trust_remote_code)
     return source
+
+
+def check_can_be_unpacked(source: Source) -> None:
+    """Raise OvspecError if a source has quantised weights that are only exported as they are."""
+    if source.is_quantised and not isinstance(source, GgufSource):
+        raise OvspecError(
+            f"{source.name}: its weights are quantised, and are only exported as they are; export it without options "
+            "for its weights, or name the checkpoint that isn't quantised."
+        )
 
 
 def make_source(folder: Path, name: str, revision: str) -> Source:
@@ -402,7 +426,7 @@ def check_source_config(source: Source, name: str) -> None:
         return
     if (source.path / ADAPTER_FILE).is_file():
         raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
-    check_quantisation(source.config, name)
+    check_quantisation(source.config, name, can_keep=not isinstance(source, HeadSource))
     if isinstance(source, HeadSource) and not isinstance(source, MtpSource):
         check_head_supported(flatten_head_config(source.config), {}, name)
     if source.config.get("is_encoder_decoder"):

@@ -49,6 +49,7 @@ def export_with_optimum(
     import argparse
 
     from ovspec_export.agreement import check_ir_agrees_with_model, save_hidden_states
+    from ovspec_export.kept_export import keeping_weights
     from ovspec_export.patches import adapt_optimum, refuse_missing_tensors
     from ovspec_export.quantised import load_checkpoint_model
 
@@ -64,7 +65,8 @@ def export_with_optimum(
     postponed_calls: list[tuple[Any, ...]] = []
 
     def export_and_compare(*, output: Path, **options: Any) -> None:
-        original_export(output=output, model_loading_kwargs=loading_options, **options)
+        with keeping_weights(Path(source)):
+            original_export(output=output, model_loading_kwargs=loading_options, **options)
         model = load_checkpoint_model(source, trust_remote_code, **loading_options)
         check_ir_agrees_with_model(model, output)
         if tap_layers is not None:

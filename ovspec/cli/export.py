@@ -1,5 +1,6 @@
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import OptionValue
 
-WEIGHT_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
+WEIGHT_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "keep")
 BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 
 
@@ -36,9 +37,8 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 @click.option(
     "--weight-format",
     type=click.Choice(WEIGHT_FORMATS),
-    default="int8",
-    show_default=True,
-    help="Format of the target's weights; int8 and int4 quantise them.",
+    help="Format of the target's weights; int8 and int4 quantise them, keep takes quantised weights as they are.  "
+    "[default: keep if TARGET is quantised, else int8]",
 )
 @click.option(
     "--draft-weight-format",
@@ -89,7 +89,7 @@ def export(
     list_pairs: bool,
     list_families: bool,
     prepare: bool,
-    weight_format: str,
+    weight_format: str | None,
     draft_weight_format: str | None,
     evaluate: Path | None,
     chat_template: str | Path | None,
@@ -100,9 +100,10 @@ def export(
 
     TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
     (--list), which includes a draft unless you give --draft none; --draft head takes its EAGLE-3 head instead. A
-    GGUF file may be quantised in any way but is quantised anew: int8 loses little, int4 more. Target and draft must
-    share a vocabulary; an EAGLE-3 head must also fit the target's width and layers. With --overwrite, the old folder
-    is replaced at the very end: an interrupted export leaves it as it was.
+    quantised GGUF file keeps its integers and scales, unless --weight-format int8 or int4 quantises them anew; so does
+    a checkpoint of GPTQ, AWQ, AutoRound or compressed-tensors. Target and draft must share a vocabulary; an EAGLE-3
+    head must also fit the target's width and layers. With --overwrite, the old folder is replaced at the very end: an
+    interrupted export leaves it as it was.
 
     \b
     Examples:
@@ -157,9 +158,11 @@ def export(
     message = "Error: the export was ended by SIGTERM; nothing was changed."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # which cleans up, and no library catches it
     export_package = import_export_package()
-    weight_formats = list(filter(None, (weight_format, draft_weight_format)))
+    if weight_format is None and draft_weight_format != "int4" and any(options.values()):
+        weight_format = "int8"  # the options are for weights that are quantised anew
+    weight_formats = (weight_format, draft_weight_format)
     compressions = [
-        export_package.Compression(name, **select_format_options(options, name, weight_formats))
+        export_package.Compression(name, **select_format_options(options, name, weight_formats)) if name else None
         for name in weight_formats
     ]
     export_package.export_pair(
@@ -175,7 +178,9 @@ def export(
     )
 
 
-def select_format_options(options: dict[str, Any], weight_format: str, weight_formats: list[str]) -> dict[str, Any]:
+def select_format_options(
+    options: dict[str, Any], weight_format: str, weight_formats: Sequence[str | None]
+) -> dict[str, Any]:
     """Return the options for one of the formats; without int4 all of them, so that wrong ones are refused later."""
     if weight_format == "int4" or "int4" not in weight_formats:
         return options

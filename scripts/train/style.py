@@ -21,7 +21,7 @@ from ovspec_export.distill import draft, training
 from ovspec_export.distill.documents import Document, read_documents, write_first_documents
 from ovspec_export.distill.features import write_shard
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER
-from ovspec_export.export import ensure_readable_checkpoint
+from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
 from ovspec_export.sources import find_source
 from transformers import AutoTokenizer
 

@@ -234,6 +234,38 @@ def test_options_of_export(run: Callable[..., Outcome], monkeypatch: pytest.Monk
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [
+        ((), [None, None]),
+        (("--weight-format", "keep"), ["keep", None]),
+        (("--sym",), ["int8", None]),
+        (("--draft", "a", "--draft-weight-format", "keep"), [None, "keep"]),
+        (("--draft", "a", "--draft-weight-format", "int4", "--group-size", "64"), [None, "int4"]),
+        (("--draft", "a", "--draft-weight-format", "int8", "--sym"), ["int8", "int8"]),
+    ],
+)
+def test_weight_formats_of_export(
+    options: tuple[str, ...],
+    formats: list[str | None],
+    run: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a format the exporter chooses; options for quantising say that the target is quantised anew."""
+    from types import SimpleNamespace
+
+    from ovspec.setup import exporting
+
+    calls: list[tuple[Any, ...]] = []
+    package = SimpleNamespace(
+        Compression=lambda name, **_: name, export_pair=lambda *arguments, **_: calls.append(arguments)
+    )
+    monkeypatch.setattr(exporting, "import_export_package", lambda: package)
+    found = run("export", "a-target", "-o", "out", *options)
+    assert found.code == 0, found.err
+    assert list(calls[0][3:]) == formats
+
+
 def test_families_are_listed_and_prepared(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the user's cache, every overlay is there already; ``tests/export/test_environments.py`` makes new ones."""
     from ovspec_export import environments

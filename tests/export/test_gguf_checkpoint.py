@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,58 @@ def test_damaged_header_is_refused_or_read(seed: int, files: Path, tmp_path: Pat
             assert isinstance(source, GgufSource)
         except OvspecError as error:
             assert "damaged.gguf" in str(error)
+
+
+def text_bytes(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def tensor_bytes(name: str, *shape: int, offset: int = 0) -> bytes:
+    """Return the entry of a tensor in f32."""
+    return text_bytes(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset)
+
+
+ARRAY_KEY = text_bytes("many") + struct.pack("<I", 9)
+
+
+@pytest.mark.parametrize(
+    ("told", "header", "zeros"),
+    [
+        ("has 9223372036854775807 tensors", struct.pack("<QQ", 2**63 - 1, 0), 0),
+        ("and 4294967296 entries of metadata", struct.pack("<QQ", 1, 2**32), 0),
+        (
+            "its metadata has 20000000 values",
+            struct.pack("<QQ", 0, 1) + ARRAY_KEY + struct.pack("<IQ", 0, 20_000_000),
+            2**25,
+        ),
+        ("its header has more than", struct.pack("<QQQ", 0, 1, 2**28), 2**28 + 100),
+        ("an array of arrays", struct.pack("<QQ", 0, 1) + ARRAY_KEY + struct.pack("<IQ", 9, 1), 100),
+        ("a tensor is there twice", struct.pack("<QQ", 2, 0) + 2 * tensor_bytes("a", 4), 100),
+        ("the tensor a has an axis of 0", struct.pack("<QQ", 1, 0) + tensor_bytes("a", 4, 0), 100),
+        ("of 18446744073709551", struct.pack("<QQ", 1, 0) + tensor_bytes("a", 4, offset=2**64 - 64), 100),
+        ("of [0-9]{20,} bytes", struct.pack("<QQ", 1, 0) + tensor_bytes("a", 2**62, 2**62), 100),
+    ],
+)
+def test_hostile_headers_are_refused_in_little_memory(told: str, header: bytes, zeros: int, tmp_path: Path) -> None:
+    file = tmp_path / "hostile.gguf"
+    with file.open("wb") as stream:
+        stream.write(b"GGUF" + struct.pack("<I", 3) + header)
+        stream.truncate(stream.tell() + zeros)  # zeros that take no room
+    tracemalloc.start()
+    with pytest.raises(OvspecError, match=rf"hostile\.gguf: damaged or cut off .*{told}"):
+        find_source(str(file))
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+
+
+def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
+    for number in (1, 2):
+        file = tmp_path / f"model-{number:05}-of-00002.gguf"
+        written(file, split__count=2)
+    with pytest.raises(
+        OvspecError, match=r"00002-of-00002\.gguf: has the tensor token_embd.weight, which another file"
+    ):
+        find_source(str(file))
 
 
 def written(path: Path, architecture: str = "llama", **changes: Any) -> Path:

@@ -226,6 +226,27 @@ def test_runs_of_spaces_are_cut_from_the_left(
         assert ours.decode(ours.encode(text)) == made.decode(made(text)["input_ids"]) == text
 
 
+def test_symbols_for_spaces_are_no_runs_of_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp finds tokens of several spaces before it spells spaces, so U+2581 in a text is not one of them."""
+    runs = [(" " * length, 4, -1000.0) for length in range(2, 5)]
+    made = build_tokenizer(with_pieces(*runs, add_space_prefix=False, add_bos_token=False), "small")
+    ours = converted(made, tmp_path, monkeypatch)
+    cases = {
+        "b▁▁a": ["b", "▁", "▁a"],
+        "b ▁a": ["b", "▁", "▁a"],
+        "b▁ a": ["b", "▁", "▁a"],
+        "b▁  a": ["b", "▁", "▁▁", "a"],
+        "b   ▁a": ["b", "▁▁▁", "▁a"],
+        "▁▁▁": ["▁", "▁", "▁"],
+        "b   a▁b": ["b", "▁▁▁", "a", "▁", "b"],
+        "▁a": ["▁a"],
+    }
+    for text, tokens in cases.items():
+        assert made.tokenize(text) == tokens
+        assert ours.encode(text).tolist() == made(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == text.replace("▁", " ")
+
+
 def test_normal_tokens_that_no_merge_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO would find them in every text."""
     made = build_tokenizer(with_pieces(("abba", 1, -1.5), ("aab", 4, -1000.0)), "small")
@@ -298,6 +319,21 @@ def test_ends(tokens: list[str], ends: list[str]) -> None:
         token.content for token in build_tokenizer(read, "small").added_tokens_decoder.values() if token.special
     }
     assert special >= set(ends)  # although the file calls them normal
+
+
+@pytest.mark.parametrize(
+    ("kind", "role", "ends"), [(4, None, False), (1, None, True), (3, None, True), (4, "eot", True)]
+)
+def test_html_does_not_end_a_text(kind: int, role: str | None, ends: bool) -> None:
+    """Gemma 3 has the tags of HTML as user-defined tokens, and </s> is one of them."""
+    read = with_tokens("<s>", "</s>", "</u>")
+    read["tokenizer.ggml.token_type"] = [*BYTE_LEVEL["tokenizer.ggml.token_type"], 4, kind, 4]
+    tag = read["tokenizer.ggml.tokens"].index("</s>")
+    if role:
+        read |= {f"tokenizer.ggml.{role}_token_id": tag}
+    assert (tag in read_end_ids(read)) == ends
+    made = build_tokenizer(read, "small")
+    assert made.decode(made("ab</s>ab")["input_ids"], skip_special_tokens=True) == ("abab" if ends else "ab</s>ab")
 
 
 def test_a_file_without_a_pre_tokenizer_is_noted(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints with quantised weights: gpt-oss in MXFP4 is exported, and the others are refused at once."""
+"""Checkpoints with quantised weights: gpt-oss in MXFP4 is exported, and what can't be kept is refused at once."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ def test_gpt_oss_in_mxfp4_is_exported(gpt_oss: tuple[Path, Path], tmp_path: Path
     ("kind", "found"),
     [
         ("fp8", {"quantization_config": FP8}),
-        ("gptq", {"quantization_config": GPTQ}),
-        ("awq", {"quantization_config": AWQ}),
+        ("gptq", {"quantization_config": GPTQ | {"bits": 3}}),
+        ("awq", {"quantization_config": AWQ | {"version": "gemv"}}),
+        ("gptq", {"text_config": {"model_type": "ministral3", "quantization_config": GPTQ}, "model_type": "mistral3"}),
         ("bitnet", {"quantization_config": {"quant_method": "bitnet", "quantization_mode": "online"}}),
         ("bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
         ("compressed-tensors", {"quantization_config": {"quant_method": "compressed-tensors"}}),

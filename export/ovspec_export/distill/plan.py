@@ -29,7 +29,7 @@ from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.work_folder import DistillSettings, check_settings, read_work_header
 from ovspec_export.draft_vocabulary import read_proposed_ids
 from ovspec_export.folders import check_disk_space
-from ovspec_export.sources import HeadSource, MtpSource, Source, find_source
+from ovspec_export.sources import HeadSource, MtpSource, Source, check_can_be_unpacked, find_source
 
 DEFAULT_DRAFT_VOCABULARY = 16384
 DEFAULT_MINUTES = 180.0
@@ -137,6 +137,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
     check_result_folder(output, work_header.run if work_header else None, options.overwrite)
     check_torch_device(options.torch_device)
     target = find_source(options.model)
+    check_can_be_unpacked(target)
     if isinstance(target, HeadSource):
         raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
     check_folders_apart(target, output, work_folder)

@@ -12,7 +12,6 @@ import shutil
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import rename_with_retries
 from ovspec.base.progress import print_note, show_step
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.distill import stages
@@ -35,7 +34,7 @@ from ovspec_export.distill.work_folder import (
     lock_work_folder,
 )
 from ovspec_export.draft_vocabulary import choose_most_used_ids
-from ovspec_export.export import ensure_readable_checkpoint, export_pair
+from ovspec_export.export import export_pair
 
 FIRST_ROUND_SECONDS = 360.0
 ROUND_GROWTH = 1.6  # how much longer each later round takes than the one before
@@ -84,9 +83,7 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
     if plan.kind == "mtp" and not plan.draft:
         stages.run_mtp_check(plan, work_folder)
     if plan.draft and plan.kind == "draft" and not work_folder.draft_checkpoint.is_dir():
-        partial_folder = work_folder.scratch_folder / "draft"
-        if ensure_readable_checkpoint(plan.draft, partial_folder, "bf16") is not plan.draft:
-            rename_with_retries(partial_folder, work_folder.draft_checkpoint)
+        stages.write_draft_checkpoint(plan.draft, work_folder)
 
 
 # ---------------------------------------------------------------- rounds

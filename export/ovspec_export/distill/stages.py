@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ovspec.base.files import read_text
+from ovspec.base.files import read_text, rename_with_retries
 from ovspec.base.json_types import JsonObject
 from ovspec_export.convert import run_worker_job
 from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.work_folder import GAIN_STAGE, WorkFolder
+from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
 from ovspec_export.sources import HeadSource, Source
 
 ProgressCallback = Callable[[JsonObject], None]
@@ -25,6 +26,13 @@ def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
     """Return the exported target."""
     target_folder = plan.target.path.resolve() if plan.target.is_ir else work_folder.target_folder
     return Source(plan.target.name, target_folder, is_ir=True, revision=plan.target.revision)
+
+
+def write_draft_checkpoint(draft: Source, work_folder: WorkFolder) -> None:
+    """Write the draft's checkpoint, if its source isn't one that training can read."""
+    partial_folder = work_folder.scratch_folder / "draft"
+    if ensure_readable_checkpoint(draft, partial_folder, "bf16") is not draft:
+        rename_with_retries(partial_folder, work_folder.draft_checkpoint)
 
 
 def run_mtp_check(plan: DistillPlan, work_folder: WorkFolder) -> None:

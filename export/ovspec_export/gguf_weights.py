@@ -1,0 +1,176 @@
+"""The weights of a GGUF file by the names of transformers' parameters, in integers where ggml has them so."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec_export.gguf_blocks import read_packed_weights
+from ovspec_export.gguf_file import GgufHeaders, TensorInfo
+from ovspec_export.kept_weights import check_numbers, quantise_to_int8
+from ovspec_export.packed_weights import PackedWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor
+
+# Tensors that became config.
+CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+FLOAT_DTYPES = {"F16": np.float16, "BF16": np.uint16}
+KEEP_ADVICE = "name a weight format with `weight_format`"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor of the file goes. row_order: (rows,), the file's row of each row; None for the same order."""
+
+    file_name: str
+    row_order: np.ndarray | None
+    is_transposed: bool
+
+
+class GgufWeights:
+    """Implements ``KeptWeights`` for the ``model`` that a file describes; its parameters need no data.
+
+    layer_count: the model has only so many layers of the file's; None for all.
+
+    Raises:
+        OvspecError: the model has no place for a tensor.
+    """
+
+    def __init__(self, headers: GgufHeaders, model: PreTrainedModel, layer_count: int | None = None) -> None:
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+        self._headers = headers
+        self._processor: TensorProcessor = TENSOR_PROCESSORS.get(headers.architecture, TensorProcessor)(
+            config=model.config.to_dict()
+        )
+        with make_name_tables_once():
+            self._hf_names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+        self._hf_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
+        self._placements: dict[str, Placement] = {}
+        for name in headers.tensors:
+            if name not in CONFIG_TENSORS and (layer_count is None or parse_layer_number(name) < layer_count):
+                self._place(name)
+
+    def list_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter that the file has."""
+        return {name: self._hf_shapes[name] for name in self._placements}
+
+    def list_matrices(self) -> dict[str, bool]:
+        """Return the matrices that aren't stored in f32, as ``KeptWeights`` says."""
+        return {
+            name: placement.is_transposed
+            for name, placement in self._placements.items()
+            if is_kept_matrix(self._get_info(name))
+        }
+
+    def describe_kind(self, name: str) -> str:
+        """Return ggml's name of a tensor's type."""
+        return self._get_info(name).type_name
+
+    def read_values(self, name: str) -> np.ndarray:
+        """Return the values of a parameter, float32."""
+        placement = self._placements[name]
+        _, values = self._process(placement.file_name, self._get_info(name).read_values())
+        values = np.ascontiguousarray(values, np.float32).reshape(self._hf_shapes[name])
+        if not np.isfinite(values).all():
+            raise OvspecError(
+                f"{self._headers.path}: a weight of its tensor {placement.file_name} is infinite or not a number; "
+                "download it again."
+            )
+        return values
+
+    def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:
+        """Return a matrix as ``KeptWeights`` says; of a type that isn't integers, rounded to int8."""
+        info = self._get_info(name)
+        placement = self._placements[name]
+        if info.type_name in FLOAT_DTYPES:
+            stored = info.read_bytes().view(FLOAT_DTYPES[info.type_name])
+            return stored if placement.row_order is None else stored[placement.row_order]
+        packed = read_packed_weights(info.read_bytes(), info.type_name, with_offsets)
+        if packed is None:
+            packed = quantise_to_int8(info.read_values())
+        check_numbers(packed, placement.file_name, str(self._headers.path))
+        return packed if placement.row_order is None else packed.take_rows(placement.row_order)
+
+    def _get_info(self, name: str) -> TensorInfo:
+        return self._headers.tensors[self._placements[name].file_name]
+
+    def _place(self, name: str) -> None:
+        """Find a tensor's parameter and, by numbers of its rows, what the parameter's rows are."""
+        info = self._headers.tensors[name]
+        is_kept = is_kept_matrix(info)
+        row_count = info.shape[0]
+        probe = np.arange(row_count, dtype=np.float32)[:, None] if is_kept else np.zeros(info.shape, np.float32)
+        hf_name, rows = self._process(name, probe)
+        if hf_name is None or hf_name not in self._hf_shapes:
+            raise OvspecError(
+                f"{self._headers.path}: its tensor {name} has no place in a model of the family "
+                f"{self._headers.architecture}."
+            )
+        is_transposed = is_kept and len(rows) == 1
+        row_order = rows.reshape(-1).astype(np.int64) if is_kept else None
+        if row_order is not None and np.array_equal(row_order, np.arange(row_count)):
+            row_order = None
+        elif row_order is not None and not np.array_equal(np.sort(row_order), np.arange(row_count)):
+            raise OvspecError(f"{self._headers.path}: the rows of its tensor {name} can't be kept; {KEEP_ADVICE}.")
+        self._check_shape(name, info, hf_name, is_transposed)
+        self._placements[hf_name] = Placement(name, row_order, is_transposed)
+
+    def _check_shape(self, name: str, info: TensorInfo, hf_name: str, is_transposed: bool) -> None:
+        stored_shape = [size for size in (reversed(info.shape) if is_transposed else info.shape) if size > 1]
+        if stored_shape != [size for size in self._hf_shapes[hf_name] if size > 1]:
+            raise OvspecError(
+                f"{self._headers.path}: its tensor {name} has the shape {list(info.shape)}, and the model's has "
+                f"{list(self._hf_shapes[hf_name])}; download it again."
+            )
+
+    def _process(self, name: str, values: np.ndarray) -> tuple[str | None, np.ndarray]:
+        """Return the name of a tensor's parameter, None for none, and the values in the parameter's layout."""
+        tensors: dict[str, Any] = {}
+        try:
+            processed = self._processor.process(
+                weights=values, name=name, tensor_key_mapping=self._hf_names, parsed_parameters={"tensors": tensors}
+            )
+        except (KeyError, ValueError) as error:
+            raise OvspecError(f"{self._headers.path}: its tensor {name} can't be converted ({error}).") from None
+        if processed.name is None:  # in ``tensors``, by its new name
+            [(hf_name, tensor)] = tensors.items()
+            return hf_name, tensor.numpy()
+        return self._hf_names.get(processed.name), processed.weights
+
+
+@contextlib.contextmanager
+def make_name_tables_once() -> Iterator[None]:
+    """Let transformers make gguf's table of tensors' names once, not once for every module of a model."""
+    import gguf
+
+    original_make = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(original_make)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = original_make
+
+
+def is_kept_matrix(info: TensorInfo) -> bool:
+    """Return whether a tensor is stored in the IR as it is: a matrix that isn't in f32."""
+    return len(info.shape) == 2 and min(info.shape) > 1 and (info.is_quantised or info.type_name in FLOAT_DTYPES)
+
+
+def find_unkept_tensor(headers: GgufHeaders) -> str | None:
+    """Return the name of a quantised tensor of several matrices, the weights of all experts; None if there is none."""
+    return next((name for name, info in headers.tensors.items() if info.is_quantised and len(info.shape) > 2), None)
+
+
+def parse_layer_number(name: str) -> int:
+    """Return the number of the layer that a tensor belongs to; -1 for one outside the layers."""
+    name_parts = name.split(".")
+    return int(name_parts[1]) if name_parts[0] == "blk" and name_parts[1].isdecimal() else -1

@@ -1,0 +1,255 @@
+"""A model without the large weights, its graph, and the quantised weights put into that.
+
+Each matrix of the model is zeros that take no memory, with a mark by which it is found in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from ovspec.base.errors import OvspecError
+from ovspec_export.kept_weights import KeptForms, KeptWeights
+from ovspec_export.packed_weights import PackedWeights, make_constant, make_weights_node
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from transformers import PreTrainedModel
+
+MARK_STEP = 2.0**-20  # a mark is a multiple of this
+
+
+# ---------------------------------------------------------------- the model
+
+
+def make_model_without_data(model_class: type[PreTrainedModel], config: Any, **options: Any) -> PreTrainedModel:
+    """Return a model whose parameters have a shape but no data, and whose buffers are computed as ever."""
+    import torch
+
+    original_register = torch.nn.Module.register_parameter
+
+    def register_without_data(module: Module, name: str, parameter: Any) -> None:
+        if parameter is not None:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+        original_register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register_without_data  # type: ignore[method-assign]
+    try:
+        return model_class._from_config(config, dtype=torch.float32, **options).eval()
+    finally:
+        torch.nn.Module.register_parameter = original_register  # type: ignore[method-assign]
+
+
+def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dict[str, float]:
+    """Give the parameters of a model without data the values of the source, and the kept matrices marked zeros.
+
+    Returns the mark of each matrix.
+
+    Raises:
+        OvspecError: the source lacks a parameter.
+    """
+    import torch
+
+    matrices = kept.list_matrices()
+    known_names = kept.list_shapes()
+    marks: dict[str, float] = {}
+    for name, module, parameter_name in iterate_parameters(model):
+        if name not in known_names:
+            continue
+        if name in matrices:
+            marks[name] = MARK_STEP * (len(marks) + 1)
+            values = make_marked_zeros(known_names[name], marks[name])
+        else:
+            values = kept.read_values(name)
+        module._parameters[parameter_name] = torch.nn.Parameter(torch.from_numpy(values), requires_grad=False)
+    model.tie_weights()
+    missing_names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing_names:
+        raise OvspecError(f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all).")
+    # A matrix that is tied to another is that.
+    remaining_names = {name for name, _ in model.named_parameters()}
+    return {name: mark for name, mark in marks.items() if name in remaining_names}
+
+
+def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
+    """Return a matrix whose first row begins with the mark twice, so that it is found even if it is transposed."""
+    values = np.zeros(shape, np.float32)  # the system gives it memory where it is written
+    values[0, :2] = mark
+    return values
+
+
+def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
+    """Yield each parameter's whole name, its module and its name in that."""
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, module, name
+
+
+def read_matrices_when_used(model: PreTrainedModel, kept: KeptWeights) -> None:
+    """Let each module of a skeleton read its matrix when it is computed, and drop it afterwards."""
+    matrices = kept.list_matrices()
+    names = {id(parameter): name for name, parameter in model.named_parameters() if name in matrices}
+    for module in model.modules():
+        for parameter_name, parameter in module._parameters.items():
+            if name := names.get(id(parameter)):
+                assert parameter is not None
+                module.register_forward_pre_hook(functools.partial(set_values, kept, name, parameter_name))
+                module.register_forward_hook(functools.partial(drop_values, parameter_name, parameter.data))
+
+
+def set_values(kept: KeptWeights, name: str, parameter_name: str, module: Module, *_: Any) -> None:
+    """Give a module's parameter the values of the source. The other arguments are those of torch's hooks."""
+    import torch
+
+    getattr(module, parameter_name).data = torch.from_numpy(kept.read_values(name))
+
+
+def drop_values(parameter_name: str, placeholder: Tensor, module: Module, *_: Any) -> None:
+    """Give a module's parameter its placeholder again. The other arguments are those of torch's hooks."""
+    getattr(module, parameter_name).data = placeholder
+
+
+# ---------------------------------------------------------------- the graph
+
+
+@dataclass
+class GraphFiller:
+    """Puts quantised weights into a graph in place of marked matrices.
+
+    product_only: the names of the matrices that only plain products read, and whose groups may have offsets.
+    """
+
+    model: ov.Model
+    kept: KeptWeights
+    product_only: frozenset[str] = frozenset()
+    forms: KeptForms = field(default_factory=KeptForms)
+    _changed_values: dict[tuple[str | int | bytes, ...], ov.Node] = field(default_factory=dict)
+
+    def fill(self, marks: dict[str, float]) -> None:
+        """Replace every marked matrix.
+
+        Raises:
+            OvspecError: one isn't found, or it is used in a way that isn't known.
+        """
+        matrices = self.kept.list_matrices()
+        constants = self._find_constants(marks)
+        if missing_names := sorted(marks.keys() - constants.keys()):
+            raise OvspecError(
+                f"its weights can't be kept, as {missing_names[0]} isn't a matrix of its own in the IR; "
+                "name a weight format with `weight_format`"
+            )
+        for name, nodes in constants.items():
+            weights = self.kept.read_matrix(name, name in self.product_only)
+            self.forms.add(self.kept.describe_kind(name), weights)
+            weights_node = make_float_node(weights) if isinstance(weights, np.ndarray) else make_weights_node(weights)
+            for node in nodes:
+                is_transposed = matrices[name] != (not node.data[0, 1])  # type: ignore[attr-defined]
+                for port in node.output(0).get_target_inputs():
+                    self._replace_use(port, weights, weights_node, name, is_transposed)
+        self.model.validate_nodes_and_infer_types()
+
+    def _find_constants(self, marks: dict[str, float]) -> dict[str, list[ov.Node]]:
+        """Return the constants of the marked matrices."""
+        names_by_mark = {mark: name for name, mark in marks.items()}
+        constants: dict[str, list[ov.Node]] = {}
+        for node in self.model.get_ordered_ops():
+            if node.get_type_name() != "Constant" or node.get_element_type() != ov.Type.f32:
+                continue
+            values = node.data  # type: ignore[attr-defined]
+            if values.ndim != 2 or min(values.shape) < 2 or {values[0, 1], values[1, 0]} != {values[0, 0], 0}:
+                continue
+            if (name := names_by_mark.get(float(values[0, 0]))) is not None:
+                constants.setdefault(name, []).append(node)
+        return constants
+
+    def _replace_use(
+        self,
+        port: ov.Input,
+        weights: PackedWeights | np.ndarray,
+        weights_node: ov.Node,
+        name: str,
+        is_transposed: bool,
+    ) -> None:
+        """Let the operation at ``port`` read ``weights_node`` in place of a marked matrix."""
+        consumer = port.get_node()
+        attributes = consumer.get_attributes()
+        is_product = consumer.get_type_name() == "MatMul" and port.get_index() == 1 and not attributes["transpose_a"]
+        if not is_product or attributes["transpose_b"] == is_transposed:
+            if isinstance(weights, PackedWeights) and (weights.column_order is not None or weights.offsets is not None):
+                raise OvspecError(f"its weights can't be kept, as {name} is used by {consumer.get_type_name()}")
+            if is_transposed:
+                weights_node = ops.transpose(weights_node, np.array([1, 0]))
+            port.replace_source_output(weights_node.output(0))
+            return
+        values = consumer.input_value(0)
+        if isinstance(weights, PackedWeights):
+            product = make_product(values, weights, weights_node, self._changed_values)
+        else:
+            product = ops.matmul(values, weights_node, False, True)
+        product.set_friendly_name(consumer.get_friendly_name())
+        consumer.output(0).replace(product.output(0))
+
+
+# ---------------------------------------------------------------- products
+
+
+def make_product(
+    values: ov.Output,
+    weights: PackedWeights,
+    weights_node: ov.Node | None = None,
+    changed_values: dict[tuple[str | int | bytes, ...], ov.Node] | None = None,
+) -> ov.Node:
+    """Return the product of values, (..., columns), with the rows of ``weights``.
+
+    weights_node: what ``make_weights_node`` returned for them, if it is there already.
+    changed_values: values that are reordered or summed for other products, to which more may be added.
+    """
+    changed_values = {} if changed_values is None else changed_values
+    weights_node = weights_node or make_weights_node(weights)
+    if weights.column_order is not None:
+        values = reorder_values(values, weights.column_order, changed_values).output(0)
+    product = ops.matmul(values, weights_node, False, True)
+    if weights.offsets is None:
+        return product
+    group_sums = sum_groups(values, weights.offsets.shape[1], changed_values)
+    offsets = ops.convert(make_constant(weights.offsets), "f32")
+    return ops.add(product, ops.matmul(group_sums, offsets, False, True))
+
+
+def sum_groups(
+    values: ov.Output, group_count: int, changed_values: dict[tuple[str | int | bytes, ...], ov.Node]
+) -> ov.Node:
+    """Return the sum of each group of the values, (..., groups)."""
+    key = ("sum", values.get_node().get_name(), values.get_index(), group_count)
+    if key not in changed_values:
+        outer_axes = len(values.get_partial_shape()) - 1
+        groups = ops.reshape(values, np.array([0] * outer_axes + [group_count, -1], np.int64), True)
+        changed_values[key] = ops.reduce_sum(groups, np.array([outer_axes + 1], np.int64))
+    return changed_values[key]
+
+
+def reorder_values(
+    values: ov.Output, order: np.ndarray, changed_values: dict[tuple[str | int | bytes, ...], ov.Node]
+) -> ov.Node:
+    """Return the values with their last axis in this order."""
+    key = ("order", values.get_node().get_name(), values.get_index(), order.tobytes())
+    if key not in changed_values:
+        changed_values[key] = ops.gather(values, order.astype(np.int32), np.int64(-1))
+    return changed_values[key]
+
+
+def make_float_node(values: np.ndarray) -> ov.Node:
+    """Return a node in f32 of values that are stored in f16, in bf16 as uint16, or in f32."""
+    if values.dtype != np.uint16:
+        constant = make_constant(values)
+        return constant if values.dtype == np.float32 else ops.convert(constant, "f32")
+    tensor = ov.Tensor(np.ascontiguousarray(values).reshape(-1), list(values.shape), ov.Type.bf16)
+    return ops.convert(ov.op.Constant(tensor, shared_memory=False), "f32")
