@@ -13,6 +13,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec_export.kept_weights import check_numbers
+from ovspec_export.mtp_layout import find_mtp_layers
 from ovspec_export.packed_layouts import BITS, read_awq, read_compressed_tensors, read_gptq
 from ovspec_export.packed_weights import PackedWeights
 
@@ -117,6 +118,9 @@ class CheckpointWeights:
                         continue
                     self._files[name] = file
                     self._stored_dtypes[name] = tensors.get_slice(name).get_dtype()
+        for mtp_names in find_mtp_layers(list(self._files), model.config.to_dict()):
+            for name in mtp_names:
+                self._files.pop(name, None)  # the model has no place for it; it is a draft
         self._shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
         packed_end = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_scale"}
         self._layers = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from ovspec.base.progress import print_note, show_step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
-from ovspec_export.compression import Compression
+from ovspec_export.compression import KEEP, Compression
 from ovspec_export.convert import (
     check_converted_files,
     convert_head,
@@ -87,7 +87,9 @@ def export_pair(
         states_file = work_folder / "states.npy"
         for source, folder, options in zip(sources, model_folders, plan.compressions, strict=False):
             if isinstance(source, MtpSource):
-                layer = replace(source, path=sources[0].path) if source.path == plan.sources[0].path else source
+                layer = source
+                if source.path == plan.sources[0].path and plan.compressions[0].weight_format != KEEP:
+                    layer = replace(source, path=sources[0].path)
                 target_ids = plan.draft_ids
                 if target_ids is None:
                     target_ids = choose_mtp_vocabulary(plan.sources[0], work_folder)

@@ -167,5 +167,7 @@ def find_draft_source(
         return None
     mtp_layer = find_own_mtp_layer(target)
     if not mtp_layer and draft == MTP_DRAFT:
-        raise OvspecError(f"{target.name}: it has no MTP layer; leave out the draft, or name one.")
+        raise OvspecError(
+            f"{target.name}: it has no MTP layer, or one with quantised weights; leave out the draft, or name one."
+        )
     return mtp_layer

@@ -9,8 +9,8 @@ from pathlib import Path
 from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note
 from ovspec_export.checkpoint_weights import read_quantisation
-from ovspec_export.kept_weights import WEIGHTS_FILE
-from ovspec_export.quantised import QUANTISATION_KEYS, find_quantisation_config
+from ovspec_export.kept_weights import QUANTISATION_KEYS, WEIGHTS_FILE
+from ovspec_export.quantised import find_quantisation_config
 from ovspec_export.sources import Source, copy_missing_files
 
 

@@ -22,6 +22,7 @@ from ovspec_export.packed_weights import PackedWeights
 
 WEIGHTS_FILE = "kept_weights.json"
 FORMS_FILE = "kept_forms.json"
+QUANTISATION_KEYS = ("quantization_config", "compression_config")  # of configs with quantised weights
 
 
 class KeptWeights(Protocol):

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.config import LAYER_KEYS
+from ovspec_export.kept_weights import QUANTISATION_KEYS
 
 MTP_ARCHITECTURE = "MTPLayer"  # in the config of a layer that is stored without its target
 LAYER_PREFIX = "layer."  # of the decoder layer's tensors, in this package
@@ -66,6 +67,7 @@ def find_mtp_layers(names: Iterable[str], config: JsonObject) -> list[dict[str, 
 
 def make_layer_config(config: JsonObject) -> JsonObject:
     """Return the config of a model with the MTP layer alone: attention in full, and experts if the target has some."""
+    config = {name: entry for name, entry in config.items() if name not in QUANTISATION_KEYS}
     layer_config = config | {"layer_types": ["full_attention"], "architectures": [MTP_ARCHITECTURE]}
     layer_config |= {"sliding_window": None, "use_sliding_window": False}
     layer_config |= {"mlp_only_layers": [], "first_k_dense_replace": 0, "decoder_sparse_step": 1}

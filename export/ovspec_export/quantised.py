@@ -8,9 +8,8 @@ from typing import Any
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec_export.checkpoint_weights import read_quantisation
-from ovspec_export.kept_weights import has_kept_weights
+from ovspec_export.kept_weights import QUANTISATION_KEYS, has_kept_weights
 
-QUANTISATION_KEYS = ("quantization_config", "compression_config")
 # Kinds that transformers itself turns into floats, and the family in which it knows them. It reads others only with
 # packages that need a GPU, or that this project doesn't test (gptqmodel, accelerate, triton, compressed-tensors).
 DEQUANTISED_FAMILIES = {"mxfp4": "gpt_oss"}

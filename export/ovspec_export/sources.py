@@ -44,6 +44,7 @@ from ovspec_export.mtp_layout import MTP_ARCHITECTURE, find_mtp_layers
 from ovspec_export.pickled import read_pickled_tensors
 from ovspec_export.quantised import check_quantisation, has_kept_layout
 
+FLOAT_TYPES = {"F32", "F16", "BF16"}  # of tensors in safetensors files
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
 EXPORT_PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE_PATTERNS = ["*.py"]
@@ -312,11 +313,12 @@ class MtpSource(HeadSource):
 
 
 def find_own_mtp_layer(target: Source) -> MtpSource | None:
-    """Return the MTP layer that a checkpoint brings along, or None."""
-    if target.is_ir or target.is_quantised or isinstance(target, (GgufSource, HeadSource)):
+    """Return the MTP layer that a checkpoint brings along, or None; also if its weights are quantised."""
+    if target.is_ir or isinstance(target, (GgufSource, HeadSource)):
         return None
     mtp_layer = MtpSource(f"{target.name}, MTP layer", target.path, False, target.revision)
-    return mtp_layer if mtp_layer.layers else None
+    element_types = {tensor["dtype"] for tensor in mtp_layer.tensor_headers().values()}
+    return mtp_layer if element_types and element_types <= FLOAT_TYPES else None
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:

@@ -14,6 +14,7 @@ import torch
 from family_models import warm_jobs
 from ovspec_export import Compression, export_pair
 from ovspec_export.checkpoint_weights import CheckpointWeights, read_quantisation
+from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
 from ovspec_export.packed_weights import PackedWeights
 from ovspec_export.sources import find_source
 from packed_checkpoints import Rounded, awq_tensors, compressed_tensors, gptq_tensors, make_checkpoint, rounded
@@ -297,3 +298,24 @@ def test_inputs_that_were_to_be_rounded_are_told(
         "made to round the values that its weights are multiplied with, too, which isn't kept"
         in capsys.readouterr().err
     )
+
+
+def test_an_mtp_layer_beside_kept_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes along if its own weights are floats, as makers of quantised checkpoints leave them."""
+    warm_jobs(monkeypatch)
+    quantisation, pack, _ = KINDS["gptq"]
+    checkpoint = make_checkpoint(tmp_path, quantisation, pack)
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    save_mtp_layer(make_new_mtp_layer(config), config, tmp_path / "layer")
+    file, layer = checkpoint / "model.safetensors", load_file(tmp_path / "layer" / "model.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | layer, file)
+    manifest = export_pair(str(checkpoint), None, tmp_path / "out")
+    assert manifest.target.weight_format == "keep" and manifest.draft
+    assert (manifest.draft.source, manifest.draft.weight_format) == ("packed, MTP layer", "int8")
+    lm = ovspec.load(tmp_path / "out", "mtp", cache_dir=tmp_path / "cache")
+    plain, drafted = (lm.generate("a = 1", max_tokens=12, ignore_eos=True, lookahead=count) for count in (0, 2))
+    assert drafted.token_ids == plain.token_ids and drafted.stats.drafters["mtp"]["proposed"]
+    save_file(tensors | {name: tensor.to(torch.int8) for name, tensor in layer.items()}, file)
+    with pytest.raises(OvspecError, match="it has no MTP layer, or one with quantised weights"):
+        export_pair(str(checkpoint), "mtp", tmp_path / "again")

@@ -151,7 +151,9 @@ def test_damaged_layers_are_named(name: str, dense: Path, tmp_path: Path, monkey
 
 def test_a_model_without_a_layer(pair: Path, tmp_path: Path) -> None:
     checkpoint = str(ROOT / "models" / "demo-hf" / "target")
-    with pytest.raises(ovspec.OvspecError, match="it has no MTP layer; leave out the draft, or name one"):
+    with pytest.raises(
+        ovspec.OvspecError, match="it has no MTP layer, or one with quantised weights; leave out the draft"
+    ):
         export_pair(checkpoint, "mtp", tmp_path / "pair")
     assert find_own_mtp_layer(find_source(checkpoint)) is None
     with pytest.raises(ovspec.OvspecError, match="not an MTP layer; name it 'draft'"):
