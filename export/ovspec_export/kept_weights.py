@@ -94,7 +94,7 @@ def read_forms(folder: Path) -> list[str]:
     file = folder / FORMS_FILE
     entries: list[tuple[str, str, int]] = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
-    return [f"{count} matrices in {kind}: {form}" for kind, form, count in entries]
+    return [f"{count} {'matrix' if count == 1 else 'matrices'} in {kind}: {form}" for kind, form, count in entries]
 
 
 def check_numbers(packed: PackedWeights, name: str, source: str) -> None:

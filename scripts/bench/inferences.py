@@ -13,9 +13,8 @@ tokens of text. Use an idle machine.
 engines: both engines, OpenVINO's default and the profile that 'ovspec tune' has kept, on an exported model of real
     size, such as scripts/train/bench_pair.py makes: prompts, widths at several contexts, the share of the memory
     bandwidth, and where a step's time goes.
-formats: MODEL is a checkpoint or a GGUF file, exported in each format that isn't in the output folder yet. In fast
-    arithmetic and f32, with dynamic quantisation in groups as large as the weights' (int4) or 128. KL is that of the
-    model's next tokens on a text from fp32's.
+formats: MODEL, a checkpoint or a GGUF file, in each format, which the output folder keeps. In fast arithmetic and f32,
+    with dynamic quantisation in groups as large as the weights' or 128. KL is that of a text's next tokens from fp32's.
 settings: an IR's threads, pinning, and matrix products that are joined, on the stateful engine, in fast arithmetic and
     f32. "joined" is the IR with the products q, k and v of a layer as one, and gate and up as one, as the paged engine
     has them in models of up to 500 MB. The last column says whether the logits have the bits of the first row.
@@ -44,6 +43,7 @@ import openvino as ov
 from figures import Table, machine, median, median_and_range, milliseconds, ratios, take_turns
 from harness import ISA, Option, arguments, bytes_a_step, cap, read_bandwidth
 from ovspec_export import Compression, export_pair
+from ovspec_export.compression import KEEP
 
 import ovspec
 from ovspec.base.files import read_text
@@ -69,6 +69,7 @@ FORMATS = {
     "fp16": Compression("fp16"),
     "int8": Compression("int8"),
     "int8 sym": Compression("int8", sym=True),
+    KEEP: Compression(KEEP),  # of a quantised MODEL
     **{f"int4/{size}": Compression("int4", group_size=size, ratio=1.0) for size in (32, 64, 128)},
     **{f"int4/{size} sym": Compression("int4", group_size=size, ratio=1.0, sym=True) for size in (32, 64, 128)},
 }
@@ -130,10 +131,9 @@ def load_decoder(folder: Path, properties: dict[str, Any], engine: Any = "auto")
 
 def compare_formats(args: Namespace) -> None:
     folders = {name: export_format(args.model, name, args.output) for name in dict.fromkeys(["fp32", *args.formats])}
-    decoders = {}
-    for name, folder in folders.items():
-        group = 0 if name == "fp32" else min(int(name.split()[0].partition("/")[2] or 128), 128)
-        decoders[name] = load_decoder(folder, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group})
+    groups = {name: min(int(name.split()[0].partition("/")[2] or 128), 128) for name in folders} | {"fp32": 0, KEEP: 32}
+    key = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
+    decoders = {name: load_decoder(folder, {key: groups[name]}) for name, folder in folders.items()}
     times = WidthTimes(decoders, Tokenizer(folders["fp32"]))
     print(f"{machine(args.isa)}\n")
     table = Table("format", "size, MB", "KL, nats", "same top-1", *times.heads)
@@ -142,8 +142,8 @@ def compare_formats(args: Namespace) -> None:
         logprobs = log_softmax(times.logits[name])
         kl = (np.exp(reference) * (reference - logprobs)).sum(-1).mean()
         same = (reference.argmax(-1) == logprobs.argmax(-1)).mean()
-        megabytes = (folders[name] / "openvino_model.bin").stat().st_size / 1e6
-        table.row(name, f"{megabytes:.0f}", f"{kl:.1e}", f"{same:.0%}", *times.row(name))
+        size = (folders[name] / "openvino_model.bin").stat().st_size
+        table.row(name, f"{size / 1e6:.0f}", f"{kl:.1e}", f"{same:.0%}", *times.row(name))
 
 
 def export_format(model: Path, name: str, output: Path) -> Path:
@@ -417,7 +417,7 @@ def main() -> None:
         __doc__,
         tuple(compare),
         "model",
-        formats=Option(list(FORMATS), choices=FORMATS),
+        formats=Option([name for name in FORMATS if name != KEEP], choices=FORMATS),
         output=Option(Path(".cache/formats"), "the folder of the formats"),
         isa=ISA,
         contexts=[128, 1024, 4096],
