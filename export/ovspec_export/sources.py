@@ -313,7 +313,7 @@ class MtpSource(HeadSource):
 
 
 def find_own_mtp_layer(target: Source) -> MtpSource | None:
-    """Return the MTP layer that a checkpoint brings along, or None; also if its weights are quantised."""
+    """Return the MTP layer that a checkpoint brings along; None if it has none, or one with quantised weights."""
     if target.is_ir or isinstance(target, (GgufSource, HeadSource)):
         return None
     mtp_layer = MtpSource(f"{target.name}, MTP layer", target.path, False, target.revision)
