@@ -1,4 +1,4 @@
-"""The weights of a checkpoint that GPTQ, AWQ, AutoRound or compressed-tensors quantised, in their own integers."""
+"""The weights of a checkpoint that GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes quantised, as they are."""
 
 from __future__ import annotations
 
@@ -14,17 +14,41 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec_export.kept_weights import check_numbers
 from ovspec_export.mtp_layout import find_mtp_layers
-from ovspec_export.packed_layouts import BITS, read_awq, read_compressed_tensors, read_gptq
+from ovspec_export.packed_layouts import (
+    BITS,
+    read_awq,
+    read_bitsandbytes_int8,
+    read_bitsandbytes_nf4,
+    read_compressed_tensors,
+    read_gptq,
+)
 from ovspec_export.packed_weights import PackedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Ends of the names of a layer's tensors -> the end of its parameter's name, by the kind of layout.
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+# Ends of the names of a layer's tensors, by the kind of layout, the one that each layer has first.
 PACKED_PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    "compressed-tensors": (
+        "weight_scale",
+        "weight_packed",
+        "weight",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+    ),
+    "bitsandbytes, int8": ("SCB", "weight", "weight_format"),
+    "bitsandbytes, nf4": (
+        NF4_STATE,
+        "weight",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+    ),
 }
 LAYER_NUMBER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 IGNORED_PARTS = ("weight_shape", "input_scale", "input_zero_point", "k_scale", "v_scale", "rotary_emb.inv_freq")
@@ -69,6 +93,12 @@ def read_quantisation(config: JsonObject) -> Quantisation:
         return Quantisation("awq", bits)
     if method == "compressed-tensors":
         return read_compressed_quantisation(config)
+    if method == "bitsandbytes":
+        if config.get("load_in_8bit"):
+            return Quantisation("bitsandbytes, int8", rounds_inputs=True)
+        if (kind := config.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+            raise ValueError(f"to {kind}")
+        return Quantisation("bitsandbytes, nf4")
     raise ValueError("in a way that isn't known")
 
 
@@ -122,12 +152,8 @@ class CheckpointWeights:
             for name in mtp_names:
                 self._files.pop(name, None)  # the model has no place for it; it is a draft
         self._shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
-        packed_end = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_scale"}
-        self._layers = {
-            f"{name.removesuffix(packed_end[quantisation.layout])}weight"
-            for name in self._files
-            if name.endswith(f".{packed_end[quantisation.layout]}")
-        }
+        mark, *_ = PACKED_PARTS[quantisation.layout]
+        self._layers = {f"{name.removesuffix(mark)}weight" for name in self._files if name.endswith(f".{mark}")}
         self._check_names()
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -167,19 +193,19 @@ class CheckpointWeights:
     def _read_layer(self, name: str) -> PackedWeights:
         prefix = name.removesuffix("weight")
         parts = PACKED_PARTS[self._quantisation.layout]
-        if f"{prefix}weight_packed" not in self._files and self._quantisation.layout == "compressed-tensors":
-            parts = ("weight", *parts)
         tensors = {part: self._read_tensor(f"{prefix}{part}") for part in parts if f"{prefix}{part}" in self._files}
         readers: dict[str, Callable[[], PackedWeights]] = {
             "gptq": lambda: read_gptq(tensors, self._quantisation.bits, self._quantisation.zero_shift),
             "awq": lambda: read_awq(tensors, self._quantisation.bits),
             "compressed-tensors": lambda: read_compressed_tensors(tensors),
+            "bitsandbytes, int8": lambda: read_bitsandbytes_int8(tensors),
+            "bitsandbytes, nf4": lambda: read_bitsandbytes_nf4(tensors),
         }
         try:
             packed = readers[self._quantisation.layout]()
             if packed.shape != self._shapes[name]:
                 raise ValueError(f"{packed.shape[0]} x {packed.shape[1]} weights in place of {self._shapes[name]}")
-        except (ValueError, KeyError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise OvspecError(
                 f"{self._folder}: its layer {prefix[:-1]} is not stored as its config says ({error}); download the "
                 "model again."
@@ -205,17 +231,14 @@ class CheckpointWeights:
 
     def _check_names(self) -> None:
         """Raise OvspecError for a tensor that has no place in the model."""
-        packed_parts = ("weight", *PACKED_PARTS[self._quantisation.layout])
+        parts = ("weight", *PACKED_PARTS[self._quantisation.layout], *IGNORED_PARTS)
+        prefixes = {name.removesuffix("weight") for name in self._layers if name in self._shapes}
+        names_of_layers = {f"{prefix}{part}" for prefix in prefixes for part in parts}
         for name in self._files:
-            prefix, _, part = name.rpartition(".")
-            is_of_layer = f"{prefix}.weight" in self._layers and (part in packed_parts or part in IGNORED_PARTS)
-            if (
-                name in self._shapes
-                or (is_of_layer and f"{prefix}.weight" in self._shapes)
-                or name.endswith(IGNORED_PARTS)
-            ):
+            if name in self._shapes or name in names_of_layers or name.endswith(IGNORED_PARTS):
                 continue
             # AutoGPTQ writes biases of zeros for layers that have none.
+            prefix, _, part = name.rpartition(".")
             if part == "bias" and f"{prefix}.weight" in self._layers and not self._read_tensor(name).any():
                 continue
             raise OvspecError(f"{self._folder}: its tensor {name} has no place in a model of its family.")

@@ -1,4 +1,4 @@
-"""The layouts in which GPTQ, AWQ and compressed-tensors store a layer's integers, scales and zero points.
+"""The layouts in which GPTQ, AWQ, compressed-tensors and bitsandbytes store a layer's integers and scales.
 
 Several integers share an int32, the first in its lowest bits. Each function takes a layer's tensors by their names,
 and returns the integers with one row for each output.
@@ -6,9 +6,11 @@ and returns the integers with one row for each output.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
-from ovspec_export.packed_weights import PackedWeights, round_to_f16_if_exact
+from ovspec_export.packed_weights import NF4_VALUES, PackedWeights, round_to_f16_if_exact
 
 # The columns that an int32 of AWQ holds, from its lowest bits on.
 AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
@@ -100,6 +102,36 @@ def read_compressed_tensors(tensors: dict[str, np.ndarray]) -> PackedWeights:
     if column_order is not None:
         integers = integers[:, column_order]
     return make_packed_weights(integers, bits, scales, zero_points, column_order)
+
+
+def read_bitsandbytes_int8(tensors: dict[str, np.ndarray]) -> PackedWeights:
+    """Return the weights of a layer of bitsandbytes in 8 bits: ``weight``, and ``SCB``, 127 times the rows' scales."""
+    return PackedWeights(tensors["weight"].view(np.int8), "i8", tensors["SCB"].reshape(-1, 1) * np.float32(1 / 127))
+
+
+def read_bitsandbytes_nf4(tensors: dict[str, np.ndarray]) -> PackedWeights:
+    """Return the weights of a layer of bitsandbytes in NF4: ``weight``, two integers a byte, and their blocks' scales.
+
+    The scales may be quantised, too: to 8 bits, places in a map, in blocks that have scales of their own.
+
+    Raises:
+        ValueError: the values aren't NF4's, the shapes don't belong together, or blocks go beyond the ends of rows.
+    """
+    state = json.loads(tensors["weight.quant_state.bitsandbytes__nf4"].tobytes())
+    if not np.array_equal(tensors["weight.quant_map"], NF4_VALUES):
+        raise ValueError("other values than NF4's")
+    rows, columns = state["shape"]
+    block_size = state["blocksize"]
+    if columns % block_size:
+        raise ValueError(f"rows of {columns} weights in blocks of {block_size}")
+    scales = tensors["weight.absmax"].reshape(-1)
+    if "weight.nested_absmax" in tensors:
+        nested_scales = np.repeat(tensors["weight.nested_absmax"], state["nested_blocksize"])[: len(scales)]
+        scales = tensors["weight.nested_quant_map"][scales] * nested_scales + np.float32(state["nested_offset"])
+    if (stored := tensors["weight"].reshape(-1)).dtype != np.uint8:
+        raise ValueError(f"integers as {stored.dtype}")
+    integers = np.stack([stored >> 4, stored & 15], axis=-1).reshape(rows, columns)  # the first in the upper half
+    return PackedWeights(integers, "nf4", scales.reshape(rows, columns // block_size).astype(np.float32))
 
 
 def find_column_order(group_numbers: np.ndarray | None, column_count: int, group_count: int) -> np.ndarray | None:

@@ -13,6 +13,17 @@ import openvino as ov
 from openvino import opset13 as ops
 
 INTEGER_RANGES = {"i4": (-8, 7), "u4": (0, 15), "i8": (-128, 127), "u8": (0, 255)}
+# What each integer of OpenVINO's element type nf4 stands for: quantiles of the normal distribution (Dettmers et al.,
+# "QLoRA", 2023, appendix E).
+NF4_VALUES = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
 ERROR_SAMPLE_ROWS = 512  # rows whose rounding is measured
 
 
@@ -20,7 +31,8 @@ ERROR_SAMPLE_ROWS = 512  # rows whose rounding is measured
 class PackedWeights:
     """A matrix of integers.
 
-    integers: one a byte, (rows, columns) int8 or uint8, in the range of ``element_type``, a key of ``INTEGER_RANGES``.
+    integers: one a byte, (rows, columns) int8 or uint8, in the range of ``element_type``, a key of ``INTEGER_RANGES``;
+        of "nf4", places in ``NF4_VALUES``, of which the weights are multiples.
     scales: (rows, groups) float16 or float32; a group is an equal share of a row.
     zero_points: (rows, groups), integers of ``element_type`` or float16; None for none.
     offsets: (rows, groups) float16, added to each weight of the group; None for none.
@@ -69,7 +81,8 @@ class PackedWeights:
     def unpack(self) -> np.ndarray:
         """Return the weights in the model's order, (rows, columns) float32."""
         rows, columns = self.shape
-        weights = self.integers.reshape(rows, -1, self.group_size).astype(np.float32)
+        values = NF4_VALUES[self.integers] if self.element_type == "nf4" else self.integers.astype(np.float32)
+        weights = values.reshape(rows, -1, self.group_size)
         if self.zero_points is not None:
             weights -= self.zero_points[:, :, None].astype(np.float32)
         weights *= self.scales[:, :, None].astype(np.float32)
@@ -123,7 +136,7 @@ def make_weights_node(packed: PackedWeights) -> ov.Node:
 def make_integer_constant(integers: np.ndarray, shape: list[int], element_type: str) -> ov.Node:
     """Return a constant of integers, of which two share a byte if they have four bits, the first in its lower half."""
     stored = np.ascontiguousarray(integers).reshape(-1).view(np.uint8)
-    if element_type in ("i4", "u4"):
+    if element_type in ("i4", "u4", "nf4"):
         if stored.size % 2:
             stored = np.append(stored, np.uint8(0))
         stored = (stored[::2] & 15) | (stored[1::2] << 4)

@@ -101,9 +101,9 @@ def export(
     TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
     (--list), which includes a draft unless you give --draft none; --draft head takes its EAGLE-3 head instead. A
     quantised GGUF file keeps its integers and scales, unless --weight-format int8 or int4 quantises them anew; so does
-    a checkpoint of GPTQ, AWQ, AutoRound or compressed-tensors. Target and draft must share a vocabulary; an EAGLE-3
-    head must also fit the target's width and layers. With --overwrite, the old folder is replaced at the very end: an
-    interrupted export leaves it as it was.
+    a checkpoint of GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes. Target and draft must share a vocabulary;
+    an EAGLE-3 head must also fit the target's width and layers. With --overwrite, the old folder is replaced at the
+    very end: an interrupted export leaves it as it was.
 
     \b
     Examples:

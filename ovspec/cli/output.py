@@ -1,5 +1,6 @@
 """The output of generating commands: text on stdout, everything else on stderr."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,12 +20,10 @@ from ovspec.params import Params
 
 def print_stream(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:
     """Print a text as it comes, and its statistics; return whether Ctrl-C ended it."""
+    result, interrupted = run_stream(stream, print_text=not as_json)
     if as_json:
-        with show_step("generating"):
-            result, interrupted = run_stream(stream, print_text=False)
         click.echo(json.dumps(result_as_json(lm, result), ensure_ascii=False))
     else:
-        result, interrupted = run_stream(stream, print_text=True)
         click.echo()
     print_stats(result, stats)
     return interrupted
@@ -67,7 +66,7 @@ def run_stream(stream: TextStream, print_text: bool) -> tuple[Result, bool]:
     interrupts = DelayedInterrupts()  # so that no Ctrl-C comes between printing and counting
     try:
         try:
-            for piece in iterate_with_progress(stream) if print_text else stream:
+            for piece in iterate_with_progress(stream, print_text):
                 if print_text:
                     interrupts.delaying = True
                     click.echo(piece.text, nl=False)
@@ -86,13 +85,12 @@ def run_stream(stream: TextStream, print_text: bool) -> tuple[Result, bool]:
     return result, interrupted
 
 
-def iterate_with_progress(stream: TextStream) -> Iterator[Piece]:
-    """Yield the pieces of a stream; show a line of progress while the first one takes long."""
+def iterate_with_progress(stream: TextStream, print_text: bool) -> Iterator[Piece]:
+    """Yield the pieces of a stream; show a line of progress while nothing is printed that takes long."""
     pieces = iter(stream)
-    with show_step("reading the prompt"):
-        first_piece = next(pieces, None)
-    if first_piece:
-        yield first_piece
+    with show_step("reading the prompt" if print_text else "generating"):
+        unprinted_pieces = list(itertools.islice(pieces, 1 if print_text else None))
+    yield from unprinted_pieces
     yield from pieces
 
 

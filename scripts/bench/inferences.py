@@ -1,23 +1,19 @@
-"""Time inferences of a model: by both engines, in weight formats, settings and sizes of pages, and in a bare loop.
+"""Time inferences of a model: by both engines, in weight formats and sizes of pages, and in a bare loop.
 
-    python scripts/bench/inferences.py engines MODEL [--plot FILE] [--cache-dir DIR] [--contexts 128,1024,4096]
+    python scripts/bench/inferences.py engines MODEL [--cache-dir DIR] [--contexts 128,1024,4096]
     python scripts/bench/inferences.py formats MODEL [--formats int8,int4/64] [--isa AVX2] [--output .cache/formats]
-    python scripts/bench/inferences.py settings MODEL [--isa AVX2]
     python scripts/bench/inferences.py pages MODEL
     python scripts/bench/inferences.py rollbacks MODEL [--isa AVX2]
     python scripts/bench/inferences.py loop MODEL [--tokens 96] [--rounds 8]
 
-Everything that is compared takes turns. Times of formats, settings and pages are milliseconds for each width after 128
+Everything that is compared takes turns. Times of formats and pages are milliseconds for each width after 128
 tokens of text. Use an idle machine.
 
 engines: both engines, OpenVINO's default and the profile that 'ovspec tune' has kept, on an exported model of real
-    size, such as scripts/train/bench_pair.py makes: prompts, widths at several contexts, the share of the memory
-    bandwidth, and where a step's time goes.
+    size, such as scripts/train/bench_pair.py makes: prompts, widths at several contexts, and the memory's speed.
 formats: MODEL, a checkpoint or a GGUF file, in each format, which the output folder keeps. In fast arithmetic and f32,
-    with dynamic quantisation in groups as large as the weights' or 128. KL is that of a text's next tokens from fp32's.
-settings: an IR's threads, pinning, and matrix products that are joined, on the stateful engine, in fast arithmetic and
-    f32. "joined" is the IR with the products q, k and v of a layer as one, and gate and up as one, as the paged engine
-    has them in models of up to 500 MB. The last column says whether the logits have the bits of the first row.
+    with dynamic quantisation in groups as large as the weights' or 128; "llama.cpp" is that with a GGUF file as MODEL.
+    KL is that of a text's next tokens from fp32's.
 pages: an IR is loaded twice, and the weights of one copy are moved into large pages.
 rollbacks: rounds that feed some tokens and keep the first of them, by both engines, in exact arithmetic and f32; for
     models with recurrent states. A round reads again what the one before had to forget.
@@ -28,20 +24,19 @@ loop: plain decoding beside a loop over the same compiled model, which writes a 
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import statistics
 import tempfile
 import time
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
 from figures import Table, machine, median, median_and_range, milliseconds, ratios, take_turns
-from harness import ISA, Option, arguments, bytes_a_step, cap, read_bandwidth
+from harness import ISA, Option, Worker, arguments, bytes_a_step, cap, read_bandwidth
 from ovspec_export import Compression, export_pair
 from ovspec_export.compression import KEEP
 
@@ -53,7 +48,6 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.matrix_products import join_products
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine_choice import CompiledModel, EngineName, load_compiled_model
@@ -73,13 +67,7 @@ FORMATS = {
     **{f"int4/{size}": Compression("int4", group_size=size, ratio=1.0) for size in (32, 64, 128)},
     **{f"int4/{size} sym": Compression("int4", group_size=size, ratio=1.0, sym=True) for size in (32, 64, 128)},
 }
-SETTINGS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "one thread": {"INFERENCE_NUM_THREADS": 1},
-    "not pinned": {"ENABLE_CPU_PINNING": False},
-    "hyper-threads too": {"ENABLE_HYPER_THREADING": True},
-    "joined": {},
-}
+LLAMA_CPP = "llama.cpp"
 
 
 class WidthTimes:
@@ -90,7 +78,7 @@ class WidthTimes:
 
     def __init__(
         self,
-        decoders: dict[str, Decoder],
+        decoders: Mapping[str, Decoder | Worker],
         tokenizer: Tokenizer,
         widths: tuple[int, ...] = (1, 2, 4, 8),
         turns: int = 5,
@@ -103,18 +91,28 @@ class WidthTimes:
         self.logits = {name: self.read_text(decoder) for name, decoder in decoders.items()}
         self.times = take_turns(product(decoders, widths), self.time_width, turns)
 
-    def read_text(self, decoder: Decoder) -> np.ndarray:
+    def read_text(self, decoder: Decoder | Worker) -> np.ndarray:
+        if isinstance(decoder, Worker):
+            with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+                self.time_in_worker(decoder, 1, 0, file.name)
+                return np.load(file.name)
         decoder.reset(1)
         return decoder.feed([self.text[:CONTEXT]], [CONTEXT])[0].copy()
 
     def time_width(self, way: tuple[str, int], _: int) -> float:
         decoder = self.decoders[way[0]]
+        if isinstance(decoder, Worker):
+            return statistics.median(self.time_in_worker(decoder, way[1], self.repeats))
         ids = self.text[CONTEXT : CONTEXT + way[1]]
         times = []
         for _ in range(self.repeats):
             decoder.truncate(0, CONTEXT)
             times.append(milliseconds(lambda: decoder.feed([ids], [len(ids)])))
         return statistics.median(times)
+
+    def time_in_worker(self, worker: Worker, width: int, repeats: int, logits: str | None = None) -> list[float]:
+        ids = self.text[: CONTEXT + width].tolist()
+        return worker.answer({"ids": ids, "context": CONTEXT, "repeats": repeats, "logits": logits})["ms"]
 
     @property
     def heads(self) -> list[str]:
@@ -130,11 +128,18 @@ def load_decoder(folder: Path, properties: dict[str, Any], engine: Any = "auto")
 
 
 def compare_formats(args: Namespace) -> None:
-    folders = {name: export_format(args.model, name, args.output) for name in dict.fromkeys(["fp32", *args.formats])}
+    exported = [name for name in dict.fromkeys(["fp32", *args.formats]) if name != LLAMA_CPP]
+    folders = {name: export_format(args.model, name, args.output) for name in exported}
     groups = {name: min(int(name.split()[0].partition("/")[2] or 128), 128) for name in folders} | {"fp32": 0, KEEP: 32}
     key = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
-    decoders = {name: load_decoder(folder, {key: groups[name]}) for name, folder in folders.items()}
-    times = WidthTimes(decoders, Tokenizer(folders["fp32"]))
+    decoders: dict[str, Any] = {name: load_decoder(folder, {key: groups[name]}) for name, folder in folders.items()}
+    files = {name: folder / MODEL_FILE.replace(".xml", ".bin") for name, folder in folders.items()}
+    with contextlib.ExitStack() as stack:
+        if LLAMA_CPP in args.formats:
+            worker = Worker("llamacpp", {"task": "widths", "target": str(args.model)})
+            decoders[LLAMA_CPP] = stack.enter_context(worker)
+            files[LLAMA_CPP] = args.model
+        times = WidthTimes(decoders, Tokenizer(folders["fp32"]), (1, 2, 4, 8, 16))
     print(f"{machine(args.isa)}\n")
     table = Table("format", "size, MB", "KL, nats", "same top-1", *times.heads)
     reference = log_softmax(times.logits["fp32"])
@@ -142,8 +147,7 @@ def compare_formats(args: Namespace) -> None:
         logprobs = log_softmax(times.logits[name])
         kl = (np.exp(reference) * (reference - logprobs)).sum(-1).mean()
         same = (reference.argmax(-1) == logprobs.argmax(-1)).mean()
-        size = (folders[name] / "openvino_model.bin").stat().st_size
-        table.row(name, f"{size / 1e6:.0f}", f"{kl:.1e}", f"{same:.0%}", *times.row(name))
+        table.row(name, f"{files[name].stat().st_size / 1e6:.0f}", f"{kl:.1e}", f"{same:.0%}", *times.row(name))
 
 
 def export_format(model: Path, name: str, output: Path) -> Path:
@@ -151,29 +155,6 @@ def export_format(model: Path, name: str, output: Path) -> Path:
     if not folder.is_dir():
         export_pair(str(model), None, folder, FORMATS[name])
     return folder
-
-
-def compare_settings(args: Namespace) -> None:
-    folder: Path = args.model
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        joined = Path(scratch) / "joined"
-        products = write_joined(folder, joined)
-        folders = dict.fromkeys(SETTINGS, folder) | {"joined": joined}
-        decoders = {name: load_decoder(folders[name], SETTINGS[name], "stateful") for name in SETTINGS}
-        times = WidthTimes(decoders, Tokenizer(folder))
-        print(f"{machine(args.isa)}; {products} products joined\n")
-        table = Table("setting", *times.heads, "same bits")
-        for name, logits in times.logits.items():
-            table.row(name, *times.row(name), "yes" if np.array_equal(logits, times.logits["as it is"]) else "no")
-
-
-def write_joined(source: Path, folder: Path) -> int:
-    """Write ``source`` with joined products; return how many were."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("openvino_model.*", "ovspec.json"))
-    model = ov.Core().read_model(source / MODEL_FILE)
-    joined = join_products(model)
-    ov.save_model(model, folder / MODEL_FILE, compress_to_fp16=False)
-    return joined
 
 
 def compare_pages(args: Namespace) -> None:
@@ -288,8 +269,8 @@ ENGINE_SETTINGS = {
 CACHES = {"OpenVINO's default": "u8"}  # types of the KV cache, where it isn't the arithmetic's
 
 
-def decoder_for(folder: Path, setting: EngineSetting, kv_precision: str | None = None, **properties: str) -> Decoder:
-    device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""} | properties)
+def decoder_for(folder: Path, setting: EngineSetting, kv_precision: str | None) -> Decoder:
+    device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""})
     if setting.engine == "paged":
         ir = compile_paged(folder, device, two_queries=False)  # the widths as they are
         return paged_decoder_class(ir)(ir)
@@ -331,44 +312,6 @@ def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[tuple[str, 
     return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
-def where_time_goes(folder: Path, setting: EngineSetting, text: np.ndarray) -> str:
-    """Return the five most expensive operation types of a decode step, by OpenVINO's counters.
-
-    Each with its share of the time of all operations and the number of its operations.
-    """
-    decoder = decoder_for(folder, setting, PERF_COUNT="YES")
-    decoder.feed([text[:128]], [1])
-    for _ in range(10):
-        decoder.feed([text[:1]], [1])
-    spent: dict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
-    for node in decoder._request.openvino_request.profiling_info:  # type: ignore[attr-defined]
-        spent[node.node_type] += node.real_time.total_seconds()
-        counts[node.node_type] += node.real_time.total_seconds() > 0
-    most = sorted(spent, key=lambda kind: -spent[kind])[:5]
-    return ", ".join(f"{kind} {spent[kind] / sum(spent.values()):.1%} ({counts[kind]})" for kind in most)
-
-
-def draw_curves(curves: dict[int, dict[str, list[float]]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    size = (4 * len(curves), 3.6)  # inches
-    figure, axes = pyplot.subplots(1, len(curves), figsize=size, squeeze=False, sharey=True, layout="tight")
-    for axis, (context, by_name) in zip(axes[0], curves.items(), strict=True):
-        for name, curve in by_name.items():
-            style = "o-" if name.startswith("paged") else "o--"
-            axis.plot(ENGINE_WIDTHS, curve, style, markersize=3, label=name)
-        axis.set(title=f"at a context of {context} tokens", xlabel="tokens in one inference")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("ms")
-    axes[0][0].legend(fontsize=7)
-    figure.savefig(file, dpi=110)
-
-
 def compare_engines(args: Namespace) -> None:
     settings = dict(ENGINE_SETTINGS)
     print(f"{args.model.name} of {args.model.parent.name}, {machine()}; dynamic quantisation in groups of {GROUP}")
@@ -392,8 +335,6 @@ def compare_engines(args: Namespace) -> None:
         table = Table("setting", *(f"m={width}" for width in ENGINE_WIDTHS), "m=8 / m=1")
         for name, curve in curves[context].items():
             table.row(name, *(f"{ms:.1f}" for ms in curve), f"{curve[ENGINE_WIDTHS.index(8)] / curve[0]:.2f}")
-    if args.plot:
-        draw_curves(curves, args.plot)
     weights = bytes_a_step(args.model)
     bandwidth = read_bandwidth(1 << 30)
     decoders.clear()
@@ -403,26 +344,23 @@ def compare_engines(args: Namespace) -> None:
         for context in args.contexts[:2]:
             speed = weights / (curves[context][name][0] / 1e3)
             table.row(name, context, f"{speed / 1e9:.1f}", f"{speed / bandwidth:.0%}")
-    for name in [name for name in ("stateful f32", "paged f32", "profile") if name in settings]:
-        print(f"\n{name}: time of a step by operation type: {where_time_goes(args.model, settings[name], text)}")
 
 
 # ---------------------------------------------------------------- the command
 
 
 def main() -> None:
-    compare = {"engines": compare_engines, "formats": compare_formats, "settings": compare_settings}
-    compare |= {"pages": compare_pages, "rollbacks": compare_rollbacks, "loop": compare_loops}
+    compare = {"engines": compare_engines, "formats": compare_formats, "pages": compare_pages}
+    compare |= {"rollbacks": compare_rollbacks, "loop": compare_loops}
     args = arguments(
         __doc__,
         tuple(compare),
         "model",
-        formats=Option([name for name in FORMATS if name != KEEP], choices=FORMATS),
+        formats=Option([name for name in FORMATS if name != KEEP], choices=[*FORMATS, LLAMA_CPP]),
         output=Option(Path(".cache/formats"), "the folder of the formats"),
         isa=ISA,
         contexts=[128, 1024, 4096],
         cache_dir=Option(Path, "folder in which the profile is kept"),
-        plot=Option(Path, "draw the curves of the engines to this file"),
         tokens=Option(96, "of a loop"),
         rounds=Option(8, "of the loops"),
     )

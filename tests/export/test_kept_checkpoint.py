@@ -1,4 +1,4 @@
-"""Exports that keep the weights of GPTQ, AWQ, AutoRound and compressed-tensors: to the bit those that were packed."""
+"""Exports that keep the weights of GPTQ, AWQ, compressed-tensors and bitsandbytes, to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from ovspec_export.checkpoint_weights import CheckpointWeights, read_quantisatio
 from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
 from ovspec_export.packed_weights import PackedWeights
 from ovspec_export.sources import find_source
-from packed_checkpoints import Rounded, awq_tensors, compressed_tensors, gptq_tensors, make_checkpoint, rounded
+from packed_checkpoints import (
+    Rounded,
+    awq_tensors,
+    bitsandbytes_int8_tensors,
+    compressed_tensors,
+    gptq_tensors,
+    make_checkpoint,
+    nf4_tensors,
+    rounded,
+)
 from safetensors.torch import load_file, save_file
 from test_gguf_checkpoint import logits
 from test_kept_gguf import ir_logits, matrices_in, rms
@@ -28,6 +37,8 @@ from ovspec.base.errors import OvspecError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def compressed(bits: int, form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
@@ -114,9 +125,20 @@ KINDS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "compressed-tensors, 8 bits": (compressed(8), compressed_with(8, 128, False), "u8 in groups of 128 with integer"),
     "compressed-tensors, channel": (compressed(8), compressed_with(8, -1, True), "i8\n"),
     "compressed-tensors, act-order": (compressed(4), compressed_with(4, 64, True, True), "i4 in groups of 64\n"),
+    "bitsandbytes, nf4": (NF4, lambda weights: nf4_tensors(weights, nested=True), "nf4 in groups of 64\n"),
+    "bitsandbytes, nf4, scales in f32": (
+        NF4,
+        lambda weights: nf4_tensors(weights, nested=False),
+        "nf4 in groups of 64",
+    ),
+    "bitsandbytes, int8": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+        bitsandbytes_int8_tensors,
+        "i8\n",
+    ),
     "compressed-tensors, int8": (compressed(8, "int-quantized"), pack_with(int8_tensors, 8, -1, True), "i8\n"),
 }
-EXPORTED = ("gptq, act-order", "compressed-tensors, asym")
+EXPORTED = ("gptq, act-order", "bitsandbytes, nf4")
 
 
 def layers_of(folder: Path, config: dict[str, Any]) -> CheckpointWeights:
@@ -196,7 +218,7 @@ def test_draft_of_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         (r"\(gptq\), .*: in the format marlin", GPTQ | {"checkpoint_format": "marlin"}),
         (r"\(awq\), .*: in the version gemv, with 4 bits", AWQ | {"version": "gemv"}),
         (r"\(auto-round\), .*: in a way that isn't known", {"quant_method": "auto-round", "packing_format": "mx"}),
-        (r"\(bitsandbytes\), .*: in a way that isn't known", {"quant_method": "bitsandbytes"}),
+        (r"\(bitsandbytes\), .*: to fp4", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         (r"\(compressed-tensors\), .*: it says nothing of groups", {"quant_method": "compressed-tensors"}),
         (r"\(compressed-tensors\), .*: with 3 bits", compressed(3)),
         (r"\(compressed-tensors\), .*: in the format float-quantized", compressed(8, "float-quantized")),

@@ -32,7 +32,7 @@ TOKENIZER = CHECKPOINTS / "target" / "tokenizer.json"
 REAL = ROOT / "smollm2"
 RUNS: dict[str, Any] = {
     "cluster.py, measure": "measure DEMO --lines 4 --tokens 4 --turns 1 --groups 8 --json OUT/x",
-    "inferences.py, engines": "engines DEMO/draft --contexts 16,32 --plot OUT/plot.png",
+    "inferences.py, engines": "engines DEMO/draft --contexts 16,32",
     "grammars.py": f"--tokenizer {TOKENIZER} --steps 2",
     "grammars.py, peers": f"--tokenizer {TOKENIZER} --steps 1 --peers xgrammar,llamacpp_grammar",
     "chats.py": (
@@ -48,7 +48,6 @@ RUNS: dict[str, Any] = {
     "exactness.py, cache": "cache DEMO/draft",
     "exactness.py, processors": "processors DEMO/draft --here",
     "inferences.py, formats": f"formats {CHECKPOINTS / 'draft'} --formats int8 --output OUT",
-    "inferences.py, settings": "settings DEMO/draft",
     "inferences.py, pages": "pages DEMO/draft",
     "inferences.py, loop": "loop DEMO/draft --tokens 8 --rounds 1",
     "distribution.py": "--texts 8 --k 2",
@@ -83,12 +82,10 @@ def script(
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RUNS])
-def test_each_benchmark_runs(name: str, script: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_each_benchmark_runs(name: str, script: Callable[[str, str], str]) -> None:
     if str(REAL) in RUNS[name] and not REAL.is_dir():
         pytest.skip("the real model could not be fetched")
     assert script(name.partition(",")[0], RUNS[name])
-    for file in tmp_path.iterdir():
-        assert file.suffix != ".png" or file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_benchmark_is_run() -> None:

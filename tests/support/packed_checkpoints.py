@@ -1,4 +1,4 @@
-"""Checkpoints quantised as GPTQ, AWQ and compressed-tensors do it, packed number by number as their packages do.
+"""Checkpoints quantised as GPTQ, AWQ, compressed-tensors and bitsandbytes do it, packed as their packages do.
 
 The packing is written from the packages' own (AutoGPTQ's and AutoAWQ's ``pack``, compressed-tensors' ``pack_to_int32``)
 in plain loops, and shares nothing with the exporter's reading.
@@ -19,6 +19,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "demo-hf" / "draft"
+# Values of bitsandbytes' create_normal_map.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -113,6 +119,48 @@ def compressed_tensors(layer: Rounded, bits: int, symmetric: bool) -> dict[str, 
     if not np.array_equal(layer.groups, np.sort(layer.groups)):
         made["weight_g_idx"] = torch.from_numpy(layer.groups.astype(np.int32))
     return made
+
+
+def nf4_tensors(weights: np.ndarray, nested: bool) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """Return the tensors of bitsandbytes 0.50 for a layer in NF4, in blocks of 64, and its weights.
+
+    nested: the blocks' scales have 8 bits, in blocks of 256 with a scale, after an offset is taken from all.
+    """
+    values = np.array(NF4, np.float32)
+    blocks = weights.reshape(-1, 64)
+    scales = np.abs(blocks).max(1).astype(np.float32)
+    tensors = {"weight.quant_map": values}
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weights.shape)}
+    if nested:
+        offset = float(scales.mean())
+        levels = np.linspace(-1, 1, 256, dtype=np.float32)
+        places, outer = np.empty(len(scales), np.uint8), []
+        for start in range(0, len(scales), 256):
+            part = scales[start : start + 256] - np.float32(offset)
+            outer.append(np.abs(part).max())
+            for place, scale in enumerate(part, start):
+                places[place] = np.abs(levels - scale / outer[-1]).argmin()
+                scales[place] = levels[places[place]] * outer[-1] + np.float32(offset)
+        tensors |= {"weight.absmax": places, "weight.nested_absmax": np.array(outer, np.float32)}
+        tensors |= {"weight.nested_quant_map": levels}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    else:
+        tensors["weight.absmax"] = scales
+    nearest = np.abs(blocks[:, :, None] / scales[:, None, None] - values).argmin(-1)
+    upper, lower = nearest.reshape(-1, 2).T
+    tensors["weight"] = (16 * upper + lower).astype(np.uint8)[:, None]
+    tensors["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    rounded_weights = (values[nearest] * scales[:, None]).reshape(weights.shape)
+    return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, rounded_weights
+
+
+def bitsandbytes_int8_tensors(weights: np.ndarray) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """Return the tensors of bitsandbytes for a layer in int8, and its weights."""
+    largest = np.abs(weights).max(1).astype(np.float32)
+    integers = np.rint(weights * 127 / largest[:, None]).astype(np.int8)
+    tensors = {"weight": torch.from_numpy(integers), "SCB": torch.from_numpy(largest)}
+    rounded_weights = integers.astype(np.float32) * (largest * np.float32(1 / 127))[:, None]
+    return tensors | {"weight_format": torch.tensor(0, dtype=torch.uint8)}, rounded_weights
 
 
 def make_checkpoint(

@@ -3,7 +3,8 @@
     python scripts/bench/peers/install.py [NAME ...]      genai, llamacpp, optimum, xgrammar; all by default
 
 They go into .cache/peers/NAME. llama.cpp is compiled from source, twice: as llama-cpp-python, and as llama-server for
-speculation. Each takes minutes; without the server, only its rows are missing.
+speculation. Each takes minutes; without the server, only its rows are missing. For benchmarks with --isa AVX2 or
+AVX2_VNNI, install it with OV_CPU_MAX_ISA set to that, too: it goes into .cache/peers/llamacpp-AVX2.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent.parent / ".cache" / "peers"
+CAPPED_TO_AVX2 = os.environ.get("OV_CPU_MAX_ISA", "").startswith("AVX2")
 PEERS = ("genai", "llamacpp", "optimum", "xgrammar")
 # CPU features that ggml can use: the kernel's name and ggml's. ggml's own choice for the machine that compiles it
 # (GGML_NATIVE) also uses AMX, which has crashed on a virtual machine whose hypervisor announced it.
@@ -32,13 +34,18 @@ FEATURES = {
 }
 
 
+def folder_of(name: str) -> Path:
+    """Return the folder of a peer; a benchmark that is capped to AVX2 takes a llama.cpp that is."""
+    return FOLDER / (f"{name}-AVX2" if name == "llamacpp" and CAPPED_TO_AVX2 else name)
+
+
 def python_of(name: str) -> Path:
     """Return the interpreter of a peer's environment."""
-    return FOLDER / name / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    return folder_of(name) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def server_of_llamacpp() -> Path:
-    return FOLDER / "llamacpp" / "server" / "bin" / ("llama-server.exe" if os.name == "nt" else "llama-server")
+    return folder_of("llamacpp") / "server" / "bin" / ("llama-server.exe" if os.name == "nt" else "llama-server")
 
 
 def gguf_of(checkpoint: Path) -> Path:
@@ -65,7 +72,8 @@ def cmake_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     features = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), None)
     if features is None:
         return []
-    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{ggml}=ON" for name, ggml in FEATURES.items() if name in features)]
+    usable = {name: ggml for name, ggml in FEATURES.items() if not (name.startswith("avx512") and CAPPED_TO_AVX2)}
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{ggml}=ON" for name, ggml in usable.items() if name in features)]
 
 
 def run(*command: str | Path, **environment: str) -> None:
@@ -76,7 +84,7 @@ def run(*command: str | Path, **environment: str) -> None:
 def install(name: str) -> None:
     python = python_of(name)
     if not python.exists():
-        venv.create(FOLDER / name, with_pip=True)
+        venv.create(folder_of(name), with_pip=True)
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     requirements = HERE / f"requirements-{name}.txt"
     if name != "llamacpp":
@@ -93,7 +101,7 @@ def install(name: str) -> None:
 
 def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
     """Build llama-server from the same source as the installed llama-cpp-python."""
-    folder = FOLDER / "llamacpp" / "server"
+    folder = folder_of("llamacpp") / "server"
     shown = subprocess.run([*map(str, pip), "show", "llama-cpp-python"], check=True, capture_output=True, text=True)
     version = next(line.split()[1] for line in shown.stdout.splitlines() if line.startswith("Version:"))
     source = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"

@@ -4,6 +4,7 @@ The first line is the set-up. Its ``task`` says which requests follow, and the w
 
 - "texts": each ``Request`` for texts is answered with their ids and times. The set-up is a ``Setup``.
 - "loads": a ``Load`` of requests that several clients send is answered with their timelines. The same set-up.
+- "widths": inferences of several tokens, an ``Inference``, are answered with their times. The same set-up.
 - "grammars": a walk through a grammar, a ``GrammarTask``, is answered with its times. The set-up is a ``Vocabulary``.
 
 The worker answers the set-up with ``{"ready": true, "versions": {...}, "load_s": x}``. An error is answered as
@@ -43,7 +44,7 @@ def serve(packages: list[str], **loaders: Any) -> None:
     Args:
         packages: names of packages whose versions are reported.
         loaders: for each task that the worker has, the function that takes the set-up, a ``LoadGenerate``,
-            ``LoadRunner`` or ``LoadGrammars``; it raises if the set-up can't be used.
+            ``LoadRunner``, ``LoadInfer`` or ``LoadGrammars``; it raises if the set-up can't be used.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
     os.dup2(2, 1)  # what libraries print goes to stderr
@@ -238,6 +239,28 @@ def answer_loads(load: LoadRunner, setup: dict[str, Any]) -> Answer:
     return lambda request: {"timelines": [asdict(timeline) for timeline in run(Load(**request))]}
 
 
+# ---------------------------------------------------------------- widths
+
+
+@dataclass(frozen=True)
+class Inference:
+    """An inference of all ``ids`` after the first ``context``, whose logits are written to the .npy file ``logits``."""
+
+    ids: list[int]
+    context: int
+    repeats: int = 1
+    logits: str | None = None
+
+
+Infer = Callable[[Inference], list[float]]  # returns milliseconds, ``repeats`` of them
+LoadInfer = Callable[[Setup], Infer]
+
+
+def answer_widths(load: LoadInfer, setup: dict[str, Any]) -> Answer:
+    infer = load(Setup(**setup))
+    return lambda request: {"ms": infer(Inference(**request))}
+
+
 # ---------------------------------------------------------------- grammars
 
 
@@ -333,4 +356,5 @@ def timed_walks(grammars: Grammars, task: GrammarTask, vocabulary: Vocabulary) -
     return {"times": times, "outside": outside}
 
 
-ANSWERS: dict[str, Any] = {"texts": answer_texts, "loads": answer_loads, "grammars": answer_grammars}
+ANSWERS: dict[str, Any] = {"texts": answer_texts, "loads": answer_loads}
+ANSWERS |= {"widths": answer_widths, "grammars": answer_grammars}

@@ -1,4 +1,4 @@
-"""llama.cpp as a worker: greedy texts.
+"""llama.cpp as a worker: greedy texts, and inferences of several tokens.
 
 Modes: plain runs in llama-cpp-python; lookup, which looks n-grams up, and head, an EAGLE-3 head, run in llama-server.
 Options: server, the path of llama-server; threads; prefix_caching, for plain. ``target`` and ``draft`` are GGUF files,
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
+import numpy as np
 import protocol
 from http_server import Server
 
@@ -18,19 +20,26 @@ CONTEXT = 4096  # tokens of a prompt and its text, at most
 KINDS = {"lookup": "ngram-simple", "head": "draft-eagle3"}  # of its --spec-type
 
 
-def load_texts(setup: protocol.Setup) -> protocol.Generate:
+def threads_of(setup: protocol.Setup) -> int:
     # Its own default is half of the processors, because of hyper-threading.
-    threads = int(setup.options.get("threads") or os.cpu_count() or 1)
-    return (server_generate if setup.mode in KINDS else library_generate)(setup, threads)
+    return int(setup.options.get("threads") or os.cpu_count() or 1)
+
+
+def load_texts(setup: protocol.Setup) -> protocol.Generate:
+    return (server_generate if setup.mode in KINDS else library_generate)(setup, threads_of(setup))
 
 
 # ---------------------------------------------------------------- in this process
 
 
-def library_generate(setup: protocol.Setup, threads: int) -> protocol.Generate:
+def load_model(setup: protocol.Setup, threads: int, **options: Any) -> Any:
     from llama_cpp import Llama  # type: ignore[import-not-found]
 
-    llama = Llama(setup.target, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
+    return Llama(setup.target, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+
+
+def library_generate(setup: protocol.Setup, threads: int) -> protocol.Generate:
+    llama = load_model(setup, threads, n_ctx=CONTEXT)
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         if not setup.options.get("prefix_caching"):
@@ -44,6 +53,26 @@ def library_generate(setup: protocol.Setup, threads: int) -> protocol.Generate:
         return [tokens]
 
     return generate
+
+
+def load_widths(setup: protocol.Setup) -> protocol.Infer:
+    llama = load_model(setup, threads_of(setup), n_ctx=512, logits_all=True)
+
+    def infer(task: protocol.Inference) -> list[float]:
+        llama.reset()
+        llama.eval(task.ids[: task.context])
+        if task.logits:
+            np.save(task.logits, llama.scores[: task.context])
+        times = []
+        for _ in range(task.repeats):
+            llama._ctx.kv_cache_seq_rm(-1, task.context, -1)
+            llama._batch.set_batch(batch=task.ids[task.context :], n_past=task.context, logits_all=True)
+            began = time.perf_counter()
+            llama._ctx.decode(llama._batch)
+            times.append((time.perf_counter() - began) * 1e3)
+        return times
+
+    return infer
 
 
 # ---------------------------------------------------------------- llama-server
@@ -88,4 +117,4 @@ def start_server(setup: protocol.Setup, threads: int, k: int | None, context: in
 
 
 if __name__ == "__main__":
-    protocol.serve(["llama-cpp-python"], texts=load_texts)
+    protocol.serve(["llama-cpp-python"], texts=load_texts, widths=load_widths)
