@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -60,6 +61,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Restore Ctrl-C, which some tests send: a shell that runs pytest in the background makes it ignore the signal."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give Ctrl-C back to Python if a test took it: a worker has died of a test that sends it, and said nothing."""
+    status = Path("/proc/self/status")
+    caught = re.search(r"SigCgt:\s*(\w+)", status.read_text(encoding="utf-8")) if status.exists() else None
+    is_caught = not caught or int(caught[1], 16) >> (signal.SIGINT - 1) & 1
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not is_caught:
+        warnings.warn(f"Before {item.nodeid}, Ctrl-C went to {signal.getsignal(signal.SIGINT)}.", stacklevel=1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
