@@ -24,15 +24,12 @@ from family_models import warm_jobs
 from kept import kept_model
 from ovspec_export import Compression, export_pair, gguf_checkpoint
 from ovspec_export.convert import choose_group_size
-from ovspec_export.evaluate import compare_with_checkpoint
-from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_gguf_weights, write_json_file
+from ovspec_export.gguf_checkpoint import write_gguf_weights, write_json_file
 from ovspec_export.gguf_file import read_shard_header
 from ovspec_export.sources import GgufSource, find_source
-from peers.install import python_of
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.sampling.logprobs import log_softmax
 
 LLAMA_CPP = USERS_CACHE / "downloads" / "llama.cpp"
 needs_llama_cpp = pytest.mark.skipif(not LLAMA_CPP.is_dir(), reason="llama.cpp's files could not be fetched")
@@ -339,42 +336,6 @@ def test_exported_model_writes_the_original_text(
     lm = ovspec.load(tmp_path / "ir", precision="f32", cache_dir=tmp_path / "cache")
     result = lm.generate(prompt, max_tokens=24, ignore_eos=True)
     assert result.token_ids == expected[0, len(prompt) :].tolist()
-
-
-@pytest.mark.slow
-def test_quantised_files_hold_what_llama_cpp_computes_with(tmp_path: Path) -> None:
-    """The real model, quantised by llama.cpp; llama.cpp also rounds activations, so its logits differ a little."""
-    peer, file = python_of("llamacpp"), USERS_CACHE / "downloads" / "model" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not (peer.exists() and file.exists() and LLAMA_CPP.is_dir()):
-        pytest.skip("llama.cpp isn't installed (scripts/bench/peers/install.py llamacpp), or the model not fetched")
-    source = find_source(str(file))
-    assert isinstance(source, GgufSource)
-    write_gguf_checkpoint(source, tmp_path / "hf", "fp32")
-    support, types = ROOT / "tests" / "support", ("F16", "Q8_0", "Q6_K", "Q4_K_M")
-    command = [sys.executable, str(support / "to_gguf.py"), str(LLAMA_CPP), str(tmp_path / "hf")]
-    subprocess.run([*command, str(tmp_path / "f32.gguf")], check=True, capture_output=True)
-    text = ROOT / "docs" / "explanation" / "lossless.md"
-    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(text.read_text(encoding="utf-8"))["input_ids"]
-    write_json_file(tmp_path / "ids.json", tokens[:256])
-    places = [tmp_path / "f32.gguf", tmp_path, tmp_path / "ids.json"]
-    subprocess.run([peer, support / "llama_cpp_logits.py", *places, *types], check=True, capture_output=True)
-    for kind in types:
-        unpack(tmp_path / f"{kind}.gguf", tmp_path / kind)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.float32).eval()
-        with torch.no_grad():
-            ours = log_softmax(model(torch.tensor([tokens[:256]])).logits[0].numpy())
-        theirs = log_softmax(np.load(tmp_path / f"{kind}.npy"))
-        kl = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
-        same = float((theirs.argmax(-1) == ours.argmax(-1)).mean())
-        print(kind, kl, same)
-        assert kl < 0.01 and same > 0.93, (kind, kl, same)
-    export_pair(str(tmp_path / "Q4_K_M.gguf"), None, tmp_path / "ir")
-    for file in (tmp_path / "hf").glob("tok*.json"):
-        shutil.copy(file, tmp_path / "Q4_K_M")
-    lost = compare_with_checkpoint(
-        tmp_path / "Q4_K_M", tmp_path / "ir", text.read_text(encoding="utf-8")[:3000], 256, False
-    )
-    assert lost["kl"] < 0.02, lost
 
 
 def test_int4_has_groups_that_fit(files: Path) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import openvino as ov
 import pytest
 import torch
+from conftest import ROOT, USERS_CACHE
 from family_models import warm_jobs
 from openvino import opset13 as ops
 from ovspec_export import Compression, convert, export_pair, kept_speed, quality
@@ -22,15 +25,17 @@ from ovspec_export.gguf_checkpoint import write_kept_gguf_checkpoint
 from ovspec_export.heads import read_target_embedding
 from ovspec_export.kept_weights import FORMS_FILE, WEIGHTS_FILE
 from ovspec_export.sources import GgufSource, find_source
+from peers.install import python_of
 from quantised_gguf import EXACT, NEARLY_EXACT, quantise_file
 from safetensors.torch import load_file
-from test_gguf_checkpoint import MODELS, logits, unpack
+from test_gguf_checkpoint import LLAMA_CPP, MODELS, logits, unpack
 from test_gguf_checkpoint import files as files  # the random models
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.manifest import MANIFEST_FILE
 
 KINDS = [*EXACT, *NEARLY_EXACT, "F16", "Q3_K"]
@@ -67,8 +72,8 @@ def ids_of(length: int = 150) -> np.ndarray:
     return torch.randint(0, 4000, (1, length), generator=torch.Generator().manual_seed(1)).numpy()
 
 
-def ir_logits(folder: Path) -> np.ndarray:
-    ids = ids_of()
+def ir_logits(folder: Path, ids: np.ndarray | None = None) -> np.ndarray:
+    ids = ids_of() if ids is None else ids
     properties = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     compiled = ov.Core().compile_model(folder / MODEL_FILE, "CPU", properties)
     inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "beam_idx": np.zeros(1, np.int32)}
@@ -226,3 +231,39 @@ def test_every_architecture_is_kept(name: str, files: Path, tmp_path: Path, monk
     lm = ovspec.load(tmp_path / "ir", precision="f32", properties=properties, cache_dir=tmp_path / "cache")
     result = lm.generate(prompt, max_tokens=24, ignore_eos=True)
     assert result.token_ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+def test_exports_compute_what_llama_cpp_does(tmp_path: Path) -> None:
+    """The real model, quantised by llama.cpp; llama.cpp also rounds activations, so its logits differ a little."""
+    peer, file = python_of("llamacpp"), USERS_CACHE / "downloads" / "model" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not (peer.exists() and file.exists() and LLAMA_CPP.is_dir()):
+        pytest.skip("llama.cpp isn't installed (scripts/bench/peers/install.py llamacpp), or the model not fetched")
+    unpack(file, tmp_path / "hf")
+    support, kinds = ROOT / "tests" / "support", ("F16", "Q8_0", "Q6_K", "Q4_K_M")
+    command = [sys.executable, str(support / "to_gguf.py"), str(LLAMA_CPP), str(tmp_path / "hf")]
+    subprocess.run([*command, str(tmp_path / "f32.gguf")], check=True, capture_output=True)
+    text = (ROOT / "docs" / "explanation" / "lossless.md").read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"][:256]
+    (tmp_path / "ids.json").write_text(json.dumps(ids), encoding="utf-8")
+    places = [tmp_path / "f32.gguf", tmp_path, tmp_path / "ids.json"]
+    subprocess.run([peer, support / "llama_cpp_logits.py", *places, *kinds], check=True, capture_output=True)
+    for kind in kinds:
+        unpack(tmp_path / f"{kind}.gguf", tmp_path / kind)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.float32).eval()
+        with torch.no_grad():
+            of_file = log_softmax(model(torch.tensor([ids])).logits[0].numpy())
+        export_pair(str(tmp_path / f"{kind}.gguf"), None, tmp_path / f"{kind}-ir")
+        ours = log_softmax(ir_logits(tmp_path / f"{kind}-ir", np.array([ids]))[0])
+        theirs = log_softmax(np.load(tmp_path / f"{kind}.npy"))
+        perplexities = [np.exp(-logprobs[np.arange(255), ids[1:]].mean()) for logprobs in (of_file, ours, theirs)]
+        print(kind, divergence(of_file, ours), divergence(of_file, theirs), divergence(theirs, ours), perplexities)
+        # Groups of a K-quant have scales and minima with more bits than f16.
+        assert divergence(of_file, ours) < 1e-5, kind
+        assert abs(perplexities[1] / perplexities[0] - 1) < 1e-3, kind
+        assert max(divergence(of_file, theirs), divergence(theirs, ours)) < 0.01, kind
+
+
+def divergence(reference: np.ndarray, logprobs: np.ndarray) -> float:
+    """Return the Kullback-Leibler divergence of each position's next token, in nats, on average."""
+    return float((np.exp(reference) * (reference - logprobs)).sum(-1).mean())
