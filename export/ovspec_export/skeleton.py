@@ -5,7 +5,10 @@ Each matrix of the model is zeros that take no memory, with a mark by which it i
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -79,8 +82,15 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
 
 
 def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
-    """Return a matrix whose first row begins with the mark twice, so that it is found even if it is transposed."""
-    values = np.zeros(shape, np.float32)  # the system gives it memory where it is written
+    """Return a matrix whose first row begins with the mark twice, so that it is found even if it is transposed.
+
+    The system gives it memory only where it is written; numpy.zeros may write all of an array.
+    """
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, 4 * math.prod(shape), **private)
+    with contextlib.suppress(AttributeError, OSError):  # not on every system
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    values = np.frombuffer(memory, np.float32).reshape(shape)
     values[0, :2] = mark
     return values
 

@@ -92,7 +92,8 @@ def install(name: str) -> None:
         return
     flags, jobs = cmake_flags(), str(os.cpu_count() or 1)
     built = {"CMAKE_ARGS": " ".join(flags), "CMAKE_BUILD_PARALLEL_LEVEL": jobs}
-    run(*pip, "install", "--quiet", "--no-binary", "llama-cpp-python", "-r", requirements, **built)
+    compiled = ("--no-cache-dir", "--no-binary", "llama-cpp-python")  # pip would take what it compiled with other flags
+    run(*pip, "install", "--quiet", *compiled, "-r", requirements, **built)
     try:
         build_server(pip, flags, jobs)
     except (OSError, subprocess.CalledProcessError) as error:
