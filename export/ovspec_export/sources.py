@@ -16,6 +16,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_json
+from ovspec.base.hub_names import HubName, parse_hub_name
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.config import LAYER_KEYS
@@ -40,6 +41,7 @@ from ovspec_export.head_layout import (
     map_to_eagle_head_name,
     read_head_layout,
 )
+from ovspec_export.hub import choose_gguf_files, download_snapshot, read_repository
 from ovspec_export.mtp_layout import MTP_ARCHITECTURE, find_mtp_layers
 from ovspec_export.pickled import read_pickled_tensors
 from ovspec_export.quantised import check_quantisation, has_kept_layout
@@ -324,7 +326,7 @@ def find_own_mtp_layer(target: Source) -> MtpSource | None:
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
     """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
 
-    A hub id may end in ``@`` and a commit, tag or branch.
+    A hub id may end in ``@`` and a commit, tag or branch, and in ``:`` and the quantisation of a GGUF file.
 
     Raises:
         OvspecError: the model doesn't exist, can't be exported or can't be downloaded.
@@ -335,14 +337,13 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if path.is_dir():
         source = make_source(path, path.resolve().name, compute_files_revision(path))
     elif path.is_file():
-        model_name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-        gguf_source = GgufSource(model_name, path, False, compute_files_revision(path), read_gguf_headers(path))
-        _ = gguf_source.family
-        return gguf_source
-    elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":
+        return make_gguf_source(path, re.sub(r"-\d{5}-of-\d{5}$", "", path.stem), compute_files_revision(path))
+    elif not (hub := parse_hub_name(name)):
         raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
+    elif hub.quantization:
+        return download_gguf_file(hub, name)
     else:
-        source = download_model(name, trust_remote_code)
+        source = download_model(hub, name, trust_remote_code)
     check_source(source, name, trust_remote_code)
     return source
 
@@ -442,8 +443,8 @@ def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> No
         code_classes = str(read_json(source.path / config_file).get("auto_map", ""))
         if code_classes and not trust_remote_code:
             raise OvspecError(
-                f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and add "
-                "`trust_remote_code=True` if you trust it."
+                f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and run "
+                "'ovspec export --trust-remote-code' if you trust it."
             )
         if "--" in code_classes:
             raise OvspecError(
@@ -477,61 +478,59 @@ def read_safetensors_header(file: Path) -> JsonObject:
     return header
 
 
-def download_model(name: str, trust_remote_code: bool) -> Source:
-    """Download a hub model, named ``org/model`` or ``org/model@revision``, or find it in the hub's cache.
+def download_model(hub: HubName, name: str, trust_remote_code: bool) -> Source:
+    """Download a hub model, or find it in the hub's cache.
 
     Raises:
         OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
     """
-    hub_id, separator, revision = name.partition("@")
-    if separator and not revision:
-        raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
-    folder = download_snapshot(
-        name, hub_id, revision or None, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN
-    )
-    source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
-    check_source_config(source, name)
+    source = download_config(hub, name, trust_remote_code)
+    folder = source.path
     is_head = isinstance(source, HeadSource)
-    if not source.is_ir and not is_head:
-        check_trusted_code(source, name, trust_remote_code)
     patterns = EXPORT_PATTERNS + CODE_PATTERNS * (trust_remote_code and not is_head)
-    download_snapshot(name, hub_id, source.revision, patterns, SUBFOLDER_PATTERN)
+    download_snapshot(name, hub.repository, source.revision, patterns, SUBFOLDER_PATTERN)
     if is_head and not list(folder.glob("model*.safetensors")):
-        download_snapshot(name, hub_id, source.revision, PICKLED_PATTERNS, SUBFOLDER_PATTERN)
+        download_snapshot(name, hub.repository, source.revision, PICKLED_PATTERNS, SUBFOLDER_PATTERN)
     return make_source(folder, name, source.revision)
 
 
-def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
-    """Download a hub model's files that match ``patterns`` but not ``ignored_patterns``; return their folder.
+def download_config(hub: HubName, name: str, trust_remote_code: bool) -> Source:
+    """Download the small files of a hub model that show whether it can be exported.
 
-    ``name`` is for messages.
+    Raises:
+        OvspecError: it can't be had or exported.
     """
-    from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
+    folder = download_snapshot(
+        name, hub.repository, hub.revision, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN
+    )
+    source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
+    if not (folder / "config.json").is_file():
+        repository = read_repository(name, hub)
+        if any(path.endswith(".gguf") for path in repository.sizes):
+            choose_gguf_files(name, hub, repository)  # which lists them
+    check_source_config(source, name)
+    if not source.is_ir and not isinstance(source, HeadSource):
+        check_trusted_code(source, name, trust_remote_code)
+    return source
 
-    try:
-        return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=ignored_patterns)
-        )
-    except hub.GatedRepoError:
-        raise OvspecError(
-            f"{name}: the model is gated; accept the terms on its page and log in with 'hf auth login'."
-        ) from None
-    except hub.RevisionNotFoundError:
-        raise OvspecError(f"{name}: the model has no revision {revision}; name a commit, a tag or a branch.") from None
-    except hub.RepositoryNotFoundError:
-        raise OvspecError(
-            f"{name}: neither a folder here nor a model on the Hugging Face hub; check the spelling, "
-            "or log in with 'hf auth login' if it is private."
-        ) from None
-    except hub.HFValidationError:
-        raise OvspecError(f"{name}: neither a folder here nor a valid hub id like 'org/model'.") from None
-    except Exception as error:  # offline, timeouts, proxies, a full disk: each library raises its own errors
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise OvspecError(
-            f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be reached; check the network."
-        ) from None
+
+def download_gguf_file(hub: HubName, name: str) -> GgufSource:
+    """Download a GGUF file from a repository on the hub, with all its shards, or find it in the hub's cache.
+
+    Raises:
+        OvspecError: it can't be had or read.
+    """
+    repository = read_repository(name, hub)
+    files = choose_gguf_files(name, hub, repository)
+    folder = download_snapshot(name, hub.repository, repository.commit, files, "")
+    return make_gguf_source(folder / files[0], name, repository.commit)
+
+
+def make_gguf_source(path: Path, name: str, revision: str) -> GgufSource:
+    """Return the model in a GGUF file; raises OvspecError if it can't be read or exported."""
+    source = GgufSource(name, path, False, revision, read_gguf_headers(path))
+    _ = source.family
+    return source
 
 
 def copy_missing_files(checkpoint: Path, folder: Path) -> None:
