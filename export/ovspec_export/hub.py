@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.hub_names import HubName
+from ovspec.base.hub_names import MAIN_REVISION, HubName
 from ovspec.base.progress import format_size, show_step
 
-MAIN_REVISION = "main"
 FIRST_SHARD = re.compile(r"-00001-of-\d{5}$")
 LATER_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror)  # OSErrors that aren't the disk's
@@ -154,11 +153,11 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise OvspecError(f"{name}: the hub refuses to hand it out (status {status}); {log_in}.") from None
-        advice = "check the network; what was fetched is kept"
+        advice = "check the network, and the same command goes on with the files that were fetched"
         if constants.HF_HUB_OFFLINE:
             advice = "unset HF_HUB_OFFLINE to fetch it"
         raise OvspecError(
-            f"{name}: no such folder, not whole in the hub's cache, and the hub cannot be reached; {advice}."
+            f"{name}: no such folder, and not whole in the hub's cache; the hub cannot be reached: {advice}."
         ) from None
 
 

@@ -53,13 +53,16 @@ class ModelSize:
         return self.parameter_count * WEIGHT_FORMATS[weight_format] / 8 + 20e6
 
 
-def export_named_model(target: str, draft: str | None, output: Path, weight_format: str | None) -> Manifest:
+def export_named_model(
+    target: str, draft: str | None, output: Path, weight_format: str | None, shown_name: str
+) -> Manifest:
     """Export a model, and a draft if one is named, after a line that says what that costs.
 
     Args:
         target, draft: like those of ``export_pair``.
         output: the folder to write.
         weight_format: one of ``WEIGHT_FORMATS`` or "keep"; None to choose it by the model's size and the processor.
+        shown_name: the name for the line.
 
     Raises:
         OvspecError: like ``export_pair``.
@@ -69,7 +72,7 @@ def export_named_model(target: str, draft: str | None, output: Path, weight_form
         model_names.append(draft)
     sizes = [measure_model(name) for name in model_names]
     compression = choose_compression(sizes[0]) if weight_format is None else Compression(weight_format)
-    print_note(describe_cost(target, sizes, compression.weight_format if compression else KEEP))
+    print_note(describe_cost(shown_name, sizes, compression.weight_format if compression else KEEP))
     check_room_for_files(sizes)
     pinned_draft = sizes[1].name if len(sizes) > 1 else draft
     return export_pair(sizes[0].name, pinned_draft, output, compression, overwrite=True)
@@ -134,9 +137,8 @@ def describe_cost(name: str, sizes: Sequence[ModelSize], weight_format: str) -> 
     format_text = "with its own weights" if weight_format == KEEP else f"in {weight_format}"
     minutes = round(seconds / 60)
     duration_text = f"about {minutes} minutes" if minutes > 1 else "about a minute"
-    short_name = Path(name).name if Path(name).exists() else name
     return (
-        f"{short_name}: an export {format_text} is made once: {fetching_text}{format_size(exported_bytes)} of disk, "
+        f"{name}: an export {format_text} is made once: {fetching_text}{format_size(exported_bytes)} of disk, "
         + duration_text
         + " (at 100 Mbit/s)" * bool(fetched_bytes)
     )

@@ -21,6 +21,7 @@ from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.config import LAYER_KEYS
 from ovspec.setup.identity import compute_files_revision, list_model_files
+from ovspec.setup.model_store import name_folder
 from ovspec.text.chat_template import TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import (
@@ -335,15 +336,15 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
     path = Path(name).expanduser()
     if path.is_dir():
-        source = make_source(path, path.resolve().name, compute_files_revision(path))
+        source = make_source(path, Path(name_folder(path.resolve())).name, compute_files_revision(path))
     elif path.is_file():
         return make_gguf_source(path, re.sub(r"-\d{5}-of-\d{5}$", "", path.stem), compute_files_revision(path))
     elif not (hub := parse_hub_name(name)):
         raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
     elif hub.quantization:
-        return download_gguf_file(hub, name)
+        return download_gguf_file(hub, hub.name_without_commit)
     else:
-        source = download_model(hub, name, trust_remote_code)
+        source = download_model(hub, hub.name_without_commit, trust_remote_code)
     check_source(source, name, trust_remote_code)
     return source
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ovspec.base.errors import OvspecError
 
 HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(@[^@:\s]*)?(:[\w.-]*)?", re.ASCII)
+MAIN_REVISION = "main"
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,12 @@ class HubName:
     repository: str
     revision: str | None = None
     quantization: str | None = None
+
+    @property
+    def name_without_commit(self) -> str:
+        """The name for messages: a commit is long, and the manifest has it apart."""
+        is_commit = bool(self.revision and COMMIT.fullmatch(self.revision))
+        return str(replace(self, revision=None) if is_commit else self)
 
     def __str__(self) -> str:
         revision_suffix = f"@{self.revision}" * bool(self.revision)

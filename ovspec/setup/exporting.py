@@ -24,7 +24,6 @@ from ovspec.setup.model_store import (
     list_stored_models,
     lock_source,
     publish_model,
-    remove_model,
 )
 
 
@@ -98,7 +97,7 @@ def find_or_export_model(model: str | Path, draft: Any, weight_format: str | Non
         return exported_model
     request = make_request(model, draft, weight_format)
     assert request.source
-    package = import_export_package(f"{request.shown_name}: isn't exported yet, and exporting")
+    package = import_export_package(f"{request.shown_name} isn't exported yet, and exporting")
     with end_by_exit_on_sigterm(), lock_source(request.source.name, request.shown_name) as new_folder:
         stored_model = request.find_in_store() or export_into_store(request, new_folder, package)
     return stored_model.ir_folder, request.draft_choice
@@ -164,27 +163,24 @@ def export_into_store(request: ModelRequest, new_folder: Path, package: ModuleTy
     target_name = str(base_model.ir_folder) if base_model else source.full_name
     new_folder.mkdir(parents=True)
     ir_folder = new_folder / IR_FOLDER
-    manifest = package.export_named_model(target_name, request.draft, ir_folder, request.weight_format)
+    manifest = package.export_named_model(
+        target_name, request.draft, ir_folder, request.weight_format, request.shown_name
+    )
     if base_model:
         manifest.target = base_model.manifest.target
         manifest.write_to_folder(ir_folder)
     record = ModelRecord(source.name, source.revision, request.draft)
     format_suffix = "" if is_ir(source.name) else f"-{manifest.target.weight_format}"
-    stored_model = publish_model(new_folder, record, source.short_name + format_suffix)
-    for old_model in list_stored_models():
-        if old_model.name != stored_model.name and is_outdated(old_model, stored_model, source):
-            with contextlib.suppress(OvspecError, OSError):  # it is in use
-                remove_model(old_model.folder)
-    return stored_model
+    weight_format = manifest.target.weight_format
+    outdated_folders = [old.folder for old in list_stored_models() if is_outdated(old, source, weight_format)]
+    return publish_model(new_folder, record, source.short_name + format_suffix, outdated_folders)
 
 
-def is_outdated(old_model: StoredModel, new_model: StoredModel, source: ModelSource) -> bool:
-    """Return whether the new one replaces the old one: it has a draft, too, or its source's files have changed."""
-    if old_model.record.source != source.name:
+def is_outdated(old_model: StoredModel, source: ModelSource, weight_format: str) -> bool:
+    """Return whether a new export replaces an old one, which lacks a draft, or whose source's files have changed."""
+    if old_model.record.source != source.name or old_model.manifest.target.weight_format != weight_format:
         return False
-    if old_model.manifest.target.weight_format != new_model.manifest.target.weight_format:
-        return False
-    if old_model.record.revision == new_model.record.revision:
+    if old_model.record.revision == source.revision:
         return not old_model.manifest.draft
     return source.is_local
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.hub_names import HubName, parse_hub_name
+from ovspec.base.hub_names import MAIN_REVISION, HubName, parse_hub_name
 from ovspec.ir.compile import MODEL_FILE, check_ir_folder
 from ovspec.setup.identity import compute_files_revision, list_model_files
 from ovspec.setup.known_pairs import read_known_pairs
@@ -75,7 +75,8 @@ def find_model_source(model: str | Path) -> ModelSource | None:
     hub = parse_hub_name(pair.target if pair else name)
     if not hub:
         return None
-    return ModelSource(str(HubName(hub.repository, None, hub.quantization)), hub.revision)
+    revision = None if hub.revision == MAIN_REVISION else hub.revision
+    return ModelSource(str(HubName(hub.repository, None, hub.quantization)), revision)
 
 
 def require_model_source(model: str | Path) -> ModelSource:

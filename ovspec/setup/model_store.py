@@ -95,8 +95,11 @@ def store_folder() -> Path:
 
 
 def name_folder(folder: Path) -> str:
-    """Return the name of an exported model for messages: that in the store, or its folder."""
-    return folder.parent.name if folder.name == IR_FOLDER and folder.parent.parent == store_folder() else str(folder)
+    """Return the name of an exported model or its draft for messages: that in the store, or its folder."""
+    if not folder.is_relative_to(store_folder()):
+        return str(folder)
+    entry_name, *inner_folders = folder.relative_to(store_folder()).parts
+    return "/".join([entry_name, *inner_folders[1:]])
 
 
 def list_entry_folders() -> list[Path]:
@@ -177,20 +180,27 @@ def lock_source(source: str, shown_name: str) -> Iterator[Path]:
         lock.release()
 
 
-def publish_model(new_folder: Path, record: ModelRecord, name: str) -> StoredModel:
-    """Move a finished export with its record to its place in the store, under ``name`` or one with a number."""
+def publish_model(new_folder: Path, record: ModelRecord, name: str, outdated_folders: list[Path]) -> StoredModel:
+    """Move a finished export with its record to its place in the store, under ``name`` or one with a number.
+
+    ``outdated_folders``: models that give way to it, unless a process uses them.
+    """
     write_atomically(new_folder / RECORD_FILE, json.dumps(asdict(record)))
     plain_name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
     number = 1
     while True:
         folder = store_folder() / (plain_name if number == 1 else f"{plain_name}-{number}")
-        if is_damaged_entry(folder):
+        if is_damaged_entry(folder) or (folder in outdated_folders and not list_users(folder)):
             delete_folder(folder)
         if not folder.exists():
             with contextlib.suppress(FileExistsError, NotADirectoryError):
                 rename_with_retries(new_folder, folder)
-                return read_stored_model(folder)
+                break
         number += 1
+    for outdated_folder in set(outdated_folders) - {folder}:
+        with contextlib.suppress(OvspecError, OSError):
+            remove_model(outdated_folder)
+    return read_stored_model(folder)
 
 
 def is_damaged_entry(folder: Path) -> bool:
@@ -261,7 +271,7 @@ def check_unused(entry_folder: Path, name: str) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a damaged model of the store, used or not."""
+    """Delete a model of the store, used or not."""
     doomed_folder = folder.with_name(f"{REMOVED_PREFIX}{secrets.token_hex(4)}")
     folder.rename(doomed_folder)
     shutil.rmtree(doomed_folder, ignore_errors=True)
