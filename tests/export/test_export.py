@@ -347,30 +347,6 @@ def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_load_exports_a_checkpoint_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import ovspec.setup.exporting
-
-    monkeypatch.setattr(ovspec.setup.exporting, "default_cache_dir", lambda: tmp_path)
-    checkpoint = shutil.copytree(DRAFT, tmp_path / "checkpoint")
-    lm = ovspec.load(checkpoint, export=True, precision="f32")
-    assert re.search(r"checkpoint: converting \d\.\d MB to int8: \d+\.\d s, \d\.\d MB\n", capsys.readouterr().err)
-    assert lm.generate("def f(", max_tokens=4, ignore_eos=True).stats.generated_tokens == 4
-    [exported] = (tmp_path / "exports").iterdir()
-    before = (exported / "ovspec.json").stat().st_mtime_ns
-    ovspec.load(checkpoint, export=True, precision="f32")
-    assert (exported / "ovspec.json").stat().st_mtime_ns == before
-    assert "converting" not in capsys.readouterr().err
-    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
-    (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
-    assert ovspec.load(checkpoint, export=True, precision="f32").target.ir.context_length == 100, "it has changed"
-    assert list((tmp_path / "exports").iterdir()) == [exported]
-    (exported / "config.json").unlink()
-    assert ovspec.load(checkpoint, export=True, precision="f32").target.ir.context_length == 100, "it was damaged"
-
-
-@pytest.mark.slow
 def test_code_that_transformers_has_itself_is_not_taken_from_the_checkpoint(tmp_path: Path) -> None:
     """Older checkpoints of known families bring code that fails with today's transformers."""
     source = tmp_path / "hf"

@@ -34,6 +34,12 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
         seen.update(vars(options), lm=lm, names=names, keys=keys)
         opened.close()
 
+    def prepare(model: str, draft: Any, weight_format: Any) -> tuple[Path, Any]:
+        seen["weight_format"] = weight_format
+        return Path(model), draft
+
+    monkeypatch.setattr(command_module, "is_prepared", lambda *_: True)
+    monkeypatch.setattr(command_module, "prepare_model", prepare)
     monkeypatch.setattr(command_module, "load_model", load)
     monkeypatch.setattr("ovspec.server.server.serve", serve)
 
