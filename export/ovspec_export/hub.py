@@ -17,6 +17,7 @@ from ovspec.base.hub_names import MAIN_REVISION, HubName
 from ovspec.base.progress import format_size, show_step
 
 FIRST_SHARD = re.compile(r"-00001-of-\d{5}$")
+QUANTIZATION_SUFFIX = re.compile(r"[.-]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)
 LATER_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror)  # OSErrors that aren't the disk's
 PROJECTOR_PREFIX = "mmproj"  # begins the names of GGUF files for images
@@ -122,7 +123,8 @@ def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[s
 def read_quantization(path: str) -> str:
     """Return the quantisation in a GGUF file's name, such as Q4_K_M in model-Q4_K_M-00001-of-00002.gguf."""
     stem = FIRST_SHARD.sub("", Path(path).stem)
-    return re.split(r"[.-](?=[A-Z0-9_]+$)", stem, flags=re.IGNORECASE)[-1]
+    match = QUANTIZATION_SUFFIX.search(stem)
+    return match[1] if match else stem
 
 
 @contextlib.contextmanager

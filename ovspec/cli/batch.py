@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ovspec.cli.loading import load_model, prepare_model
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     add_generate_options,
     chat_option,
@@ -127,6 +127,7 @@ def batch(
 
     from ovspec.batch.requests import parse_lines, read_requests, to_chat_request
     from ovspec.batch.resumable_run import run_file
+    from ovspec.setup.exporting import find_or_export_model
 
     prepare_request = partial(to_chat_request, system=system) if chat else lambda request: request
     requests: list[BatchRequest] = []
@@ -134,7 +135,7 @@ def batch(
         parsed_requests = parse_lines(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
         requests = list(map(prepare_request, parsed_requests))
     weight_format = load_options.pop("weight_format", None)
-    folder, load_options["draft"] = prepare_model(model, load_options.get("draft"), weight_format)
+    folder, load_options["draft"] = find_or_export_model(model, load_options.get("draft"), weight_format)
     report = BatchProgressPrinter()
     try:
         if ray:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ovspec.cli.loading import load_model, prepare_model
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, raise_usage_error_if, read_text_or_stdin, runtime_options
 from ovspec.cli.path_type import MODEL_TYPE, PATH_TYPE
 from ovspec.params.generation import GENERATE_OPTIONS
@@ -55,12 +55,11 @@ def bench(
     )
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice
+    from ovspec.setup.exporting import find_or_export_model
     from ovspec.setup.manifest import DRAFT_FOLDER
-    from ovspec.setup.model_folders import find_demo_folder
 
-    folder, prepared_draft = prepare_model(model, draft, runtime.pop("weight_format"))
-    folder = folder or find_demo_folder()
-    draft = None if prepared_draft is None else str(prepared_draft)
+    folder, draft_choice = find_or_export_model(model, draft, runtime.pop("weight_format"))
+    draft = None if draft_choice is None else str(draft_choice)
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
     prompt_texts = [*prompts, *map(read_text_or_stdin, files)] or default_prompts()

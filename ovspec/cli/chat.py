@@ -11,7 +11,7 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.interrupts import EndSignal, end_on_signals, exit_if_ended, ignore_signals
-from ovspec.cli.loading import load_model, prepare_model
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS_LEVELS,
@@ -81,12 +81,12 @@ def chat(
         model = str(draft_folder)
         options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
     check_draft_option(options["draft"])
-    folder, options["draft"] = prepare_model(model, options["draft"], options.pop("weight_format"))
-    from ovspec.setup.model_folders import resolve_model_folder
+    from ovspec.setup.exporting import find_or_export_model
     from ovspec.text.generation_config import format_sampling, read_recommended_sampling
 
+    folder, options["draft"] = find_or_export_model(model, options["draft"], options.pop("weight_format"))
     passed_options = {name: value for name, value in options.items() if value is not None}
-    recommended = read_recommended_sampling(resolve_model_folder(folder), passed_options)
+    recommended = read_recommended_sampling(folder, passed_options)
     load_options, params = split_load_and_generate_options(
         {"max_tokens": CHAT_MAX_TOKENS} | passed_options | recommended
     )

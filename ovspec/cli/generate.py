@@ -12,7 +12,7 @@ import click
 from ovspec.base.errors import OvspecError
 from ovspec.base.interrupts import EndSignal, end_on_signals, exit_if_ended, ignore_signals
 from ovspec.base.progress import on_terminal
-from ovspec.cli.loading import load_model, prepare_model
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     StatsCommand,
     add_generate_options,
@@ -121,12 +121,12 @@ def generate(
 
     from ovspec.cli import output
     from ovspec.cli.compare import print_comparison
-    from ovspec.setup.model_folders import resolve_model_folder
+    from ovspec.setup.exporting import find_or_export_model
 
-    weight_format = load_options.pop("weight_format", None)
-    folder, load_options["draft"] = prepare_model(model, load_options.get("draft"), weight_format)
-    resolve_model_folder(folder)  # a folder without a model is refused before a prompt is read
     check_grammar_option(params)
+    weight_format = load_options.pop("weight_format", None)
+    # A folder without a model is refused before a prompt is read.
+    folder, load_options["draft"] = find_or_export_model(model, load_options.get("draft"), weight_format)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues_session)
     raise_usage_error_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
     template_variables = params.chat_template_kwargs
@@ -138,7 +138,7 @@ def generate(
         prompt = [{"role": role, "content": content} for role, content in chat_turns if content is not None]
     # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
     is_raw_prompt = chat is not None or continues_session or options["heal"] or options["constrain_from"] is not None
-    typed_prompt = (prompt_argument or prompt_option) if folder and not (is_raw_prompt or as_json) else None
+    typed_prompt = (prompt_argument or prompt_option) if model and not (is_raw_prompt or as_json) else None
     if compare:
         load_options.setdefault("cache_memory", 0)  # each turn reads its prompt
     lm = load_model(folder, session=session, chat_remedy="leave --chat out" if chat else None, **load_options)

@@ -10,49 +10,24 @@ from ovspec.base.progress import show_step
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
-    from ovspec.drafting.choice import DraftChoice
     from ovspec.params.option import OptionValue
 
 
-def prepare_model(
-    model: str | None, draft: DraftChoice | str | None, weight_format: OptionValue
-) -> tuple[Path | None, DraftChoice | str | None]:
-    """Return the folder of a named model and its draft, after an export if that is needed; (None, draft) for no name.
-
-    Raises:
-        OvspecError: there is no such model, or it can't be exported.
-    """
-    if model is None:
-        if weight_format:
-            raise OvspecError("`weight_format` needs a MODEL to export; name one.")
-        return None, draft
-    from ovspec.setup.exporting import find_or_export_model
-
-    return find_or_export_model(model, draft, weight_format)
-
-
-def is_prepared(model: str | None, draft: DraftChoice | str | None, weight_format: OptionValue) -> bool:
-    """Return whether a named model needs no export; raises OvspecError like ``prepare_model``."""
-    from ovspec.setup.exporting import find_exported_model
-
-    return model is None or find_exported_model(model, draft, weight_format) is not None
-
-
 def load_model(
-    folder: Path | None, *, session: Path | None = None, chat_remedy: str | None = None, **options: OptionValue
+    folder: Path, *, session: Path | None = None, chat_remedy: str | None = None, **options: OptionValue
 ) -> LanguageModel:
     """Return ``ovspec.load(folder, **options)``; refuse a wrong session or a missing chat template first.
 
     chat_remedy: if there is to be a chat, what to do for a model without a template.
     """
-    with show_step(f"{folder or 'demo pair'}: loading") as loading_step:
+    with show_step(f"{folder}: loading") as loading_step:
         import ovspec
         from ovspec.api.session_file import check_session_model
         from ovspec.setup.model_folders import resolve_model_folder
-        from ovspec.setup.model_store import name_folder
+        from ovspec.setup.model_store import IR_FOLDER, name_folder
         from ovspec.text.chat_template import load_chat_template, read_chat_templates
 
-        if folder:
+        if folder.name == IR_FOLDER:
             loading_step.text = f"{name_folder(folder)}: loading"
         if session and session.exists():
             check_session_model(session, resolve_model_folder(folder))

@@ -4,7 +4,7 @@ from pathlib import Path
 import click
 
 from ovspec.base.errors import OvspecError
-from ovspec.cli.loading import is_prepared, load_model, prepare_model
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, draft_option, split_load_and_generate_options
 from ovspec.cli.path_type import MODEL_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
@@ -48,12 +48,14 @@ def serve(model: str | None, **all_options: OptionValue) -> None:
     api_keys = read_api_keys(params.api_key_file)
     check_option_combinations(params, api_keys)
     listening_socket = open_socket(params.host, params.port)  # before the model is loaded, which takes long
+    from ovspec.setup.exporting import find_exported_model, find_or_export_model
+
     draft = load_options.pop("draft", None)
     weight_format = load_options.pop("weight_format", None)
     with contextlib.ExitStack() as startup:
-        if not is_prepared(model, draft, weight_format):
+        if find_exported_model(model, draft, weight_format) is None:
             startup.enter_context(answer_while_preparing(listening_socket, api_keys, params.insecure))
-        folder, draft = prepare_model(model, draft, weight_format)
+        folder, draft = find_or_export_model(model, draft, weight_format)
         lm = load_model(folder, draft=draft, lookahead=params.lookahead, **load_options)
     model_names = [*filter(None, params.model_name)] or [name_model(model, lm.folder)]
     serve_model(lm, model_names, api_keys, listening_socket, params)

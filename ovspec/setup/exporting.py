@@ -14,7 +14,9 @@ from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import EXPORTED_DRAFT, EXPORTED_DRAFTS, HEAD_DRAFT, DraftChoice, parse_draft
+from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.known_drafts import find_known_draft
+from ovspec.setup.model_folders import find_demo_folder, resolve_model_folder
 from ovspec.setup.model_names import ModelSource, find_model_named_in_store, is_ir, require_model_source
 from ovspec.setup.model_store import (
     IR_FOLDER,
@@ -67,11 +69,12 @@ def import_export_package(task: str = "Exporting") -> ModuleType:
     return ovspec_export
 
 
-def find_exported_model(model: str | Path, draft: Any, weight_format: str | None) -> tuple[Path, Any] | None:
+def find_exported_model(model: str | Path | None, draft: Any, weight_format: str | None) -> tuple[Path, Any] | None:
     """Return the folder of a named model and the draft to load it with; None if it must be exported first.
 
     Args:
-        model: the folder of an IR or a checkpoint, a GGUF file, a hub id, or a name of ``ovspec models``.
+        model: the folder of an IR or a checkpoint, a GGUF file, a hub id, or a name of ``ovspec models``; None for the
+            demo pair.
         draft: as ``load`` takes it; the draft model or head may also be named like a model.
         weight_format: the format of the weights; None for any that is there.
 
@@ -80,12 +83,12 @@ def find_exported_model(model: str | Path, draft: Any, weight_format: str | None
     """
     request = make_request(model, draft, weight_format)
     if not request.source:
-        return Path(model), request.draft_choice
+        return resolve_model_folder(model), request.draft_choice
     stored_model = request.find_in_store()
     return (stored_model.ir_folder, request.draft_choice) if stored_model else None
 
 
-def find_or_export_model(model: str | Path, draft: Any, weight_format: str | None) -> tuple[Path, Any]:
+def find_or_export_model(model: str | Path | None, draft: Any, weight_format: str | None) -> tuple[Path, Any]:
     """Do what ``find_exported_model`` does, and export a model that isn't exported yet into the store.
 
     A line says what that costs. Of processes that want the same model, one exports it, and the others wait.
@@ -103,14 +106,16 @@ def find_or_export_model(model: str | Path, draft: Any, weight_format: str | Non
     return stored_model.ir_folder, request.draft_choice
 
 
-def make_request(model: str | Path, draft: Any, weight_format: str | None) -> ModelRequest:
+def make_request(model: str | Path | None, draft: Any, weight_format: str | None) -> ModelRequest:
     """Return the request for a model; raises OvspecError like ``find_exported_model``."""
-    draft_choice = parse_draft(draft)
-    named_draft = find_named_draft(draft_choice)
-    if is_ir(model) and weight_format:
-        raise OvspecError(f"{model}: an IR, which is used as it is; leave out `weight_format`.")
-    if is_ir(model) and not named_draft:
+    draft_choice = None if draft is None else parse_draft(draft)
+    named_draft = find_named_draft(draft_choice) if draft_choice else None
+    is_exported = model is None or (Path(model) / MODEL_FILE).is_file()
+    if is_exported and weight_format:
+        raise OvspecError(f"{model or 'the demo pair'}: an IR, which is used as it is; leave out `weight_format`.")
+    if is_exported and not named_draft:
         return ModelRequest(None, str(model), None, None, False, draft)
+    model = model or find_demo_folder()
     if stored_model := find_model_named_in_store(model):
         source = ModelSource(stored_model.record.source, stored_model.record.revision)
         weight_format = weight_format or stored_model.manifest.target.weight_format
@@ -125,9 +130,9 @@ def make_request(model: str | Path, draft: Any, weight_format: str | None) -> Mo
     return request
 
 
-def find_named_draft(draft_choice: DraftChoice | None) -> str | None:
+def find_named_draft(draft_choice: DraftChoice) -> str | None:
     """Return the source of a draft that must be exported: an absolute path or a hub id; None if there is none."""
-    if not draft_choice or draft_choice.model in (None, *EXPORTED_DRAFTS) or is_ir(draft_choice.model):
+    if draft_choice.model is None or draft_choice.model in EXPORTED_DRAFTS or is_ir(draft_choice.model):
         return None
     return require_model_source(draft_choice.model).full_name
 

@@ -18,11 +18,11 @@ from ovspec.drafting.choice import (
     DraftChoice,
     parse_draft,
 )
-from ovspec.ir.compile import check_ir_folder, has_trimmed_vocabulary
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder, has_trimmed_vocabulary
 from ovspec.ir.heads import is_head_folder, is_mtp_folder
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, restore_backup
-from ovspec.setup.model_names import find_model_named_in_store, find_model_source, is_ir
-from ovspec.setup.model_store import find_stored_model, mark_used
+from ovspec.setup.model_names import find_model_named_in_store, find_model_source
+from ovspec.setup.model_store import IR_FOLDER, find_stored_model, mark_used
 from ovspec.text.pairing import check_same_vocabulary
 
 
@@ -41,7 +41,8 @@ def resolve_model_folder(model: str | Path | None) -> Path:
     """
     folder = find_demo_folder() if model is None else find_folder_in_store(model) or Path(model)
     restore_backup(folder)
-    mark_used(folder)
+    if folder.name == IR_FOLDER:
+        mark_used(folder)
     if not folder.exists() and parse_hub_name(folder.as_posix()):
         raise OvspecError(
             f"{folder}: no such folder, and not exported yet; run 'ovspec export {folder} -o DIR', or in Python pass "
@@ -58,7 +59,7 @@ def resolve_model_folder(model: str | Path | None) -> Path:
 
 def find_folder_in_store(model: str | Path) -> Path | None:
     """Return the export of a model in the store; None if there is none, or ``model`` is an IR."""
-    if is_ir(model):
+    if (Path(model) / MODEL_FILE).is_file():
         return None
     stored_model = find_model_named_in_store(model)
     if not stored_model and (source := find_model_source(model)):

@@ -24,7 +24,8 @@ def test_parts_of_a_name(name: str, expected: HubName) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "./model", "../org/model", "/org/model", "~/model", "a/b/c", r"C:\a/b", "org/model.gguf", "a b/c", ""]
+    "name",
+    ["model", "./model", "../org/model", "/org/model", "~/model", "a/b/c", r"C:\a/b", "org/model.gguf", "a b/c", ""],
 )
 def test_paths_are_no_hub_ids(name: str) -> None:
     assert parse_hub_name(name) is None

@@ -91,10 +91,9 @@ def test_every_command_takes_a_name(run: Callable[..., Outcome], tmp_path: Path,
         ("generate", "small-int4", "import", "-n", "2", *LOADING),
         ("inspect", checkpoint, "--json", *LOADING),
     ]
-    for command in commands:
-        found = run(*command, stdin="hi\n")
-        assert found.code == 0, (command, found.err)
-    assert json.loads(found.out)["target"]
+    outcomes = [run(*command, stdin="hi\n") for command in commands]
+    assert [outcome.code for outcome in outcomes] == [0] * len(commands), outcomes
+    assert json.loads(outcomes[-1].out)["target"]
     assert [model.name for model in model_store.list_stored_models()] == ["small-int4"]
     drafted = run("generate", checkpoint, "import", "-n", "2", "--draft", DRAFT, "--json", *LOADING)
     assert drafted.code == 0 and drafted.lm.draft, drafted.err

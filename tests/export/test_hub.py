@@ -209,7 +209,9 @@ def test_what_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> No
     for found in (told, again):
         assert all(message in found[name] for name, message in CANNOT_BE_EXPORTED.items()), found
     assert again["org/model"].startswith("Error: org/model: no such folder, and not whole in the hub's cache")
-    assert again["org/model"].endswith("check the network, and the same command goes on with the files that were fetched.")
+    assert again["org/model"].endswith(
+        "check the network, and the same command goes on with the files that were fetched."
+    )
     for name in CANNOT_BE_EXPORTED:
         asked = [path for path in REQUESTED if f"/{name}/" in path]
         assert any(path.endswith("/config.json") for path in asked)

@@ -57,8 +57,8 @@ def test_models_are_found_by_source_revision_and_format(pair: Path, cache: Path)
     assert find_stored_model("org/model", None) == find_stored_model("org/model", None, "fp32") == first
     assert find_stored_model("org/model", "v1", needs_draft=True) == tagged
     assert find_stored_model("org/model", "v1", draft="org/draft") == tagged
-    for missing in (("org/other", None), ("org/model", "v2"), ("org/model", None, "int8"), ("org/model", None, None, "a")):
-        assert find_stored_model(*missing) is None
+    assert find_stored_model("org/other", None) is find_stored_model("org/model", "v2") is None
+    assert find_stored_model("org/model", None, "int8") is find_stored_model("org/model", None, draft="a") is None
     os.utime(tagged.folder / "entry.json", (1, 1))
     assert find_stored_model("org/model", commit) == first, "the last used one of those of this commit"
     os.utime(first.folder / "entry.json", (0, 0))
