@@ -94,7 +94,8 @@ def test_repositories_that_cannot_be_had(user: User) -> None:
     assert user.entries() == [] and not list(user.cache.glob(".new-*"))
     user.hub.repositories["org/lost"].lost_after = None
     assert user.ask("org/lost")[0] == 0
-    assert user.hub.fetched("org/lost/resolve/" + user.hub.repositories["org/lost"].commit + "/tokenizer.json") == 1
+    commit = user.hub.repositories["org/lost"].commit
+    assert user.hub.fetched(f"org/lost/resolve/{commit}/generation_config.json") == 1
     assert user.ask("org/gated", token=TOKEN)[0] == 0
     assert user.entries() == ["gated-int8", "lost-int8"]
 

@@ -16,7 +16,8 @@ from ovspec_export.compression import INT8, KEEP, WEIGHT_FORMATS, Compression
 from ovspec_export.export import export_pair
 from ovspec_export.folders import check_disk_space
 from ovspec_export.hub import choose_gguf_files, read_repository, sum_missing_bytes
-from ovspec_export.sources import EXPORT_PATTERNS, SUBFOLDER_PATTERN, Source, download_config, find_source
+from ovspec_export.source_lookup import download_config, find_source
+from ovspec_export.sources import EXPORT_PATTERNS, SUBFOLDER_PATTERN, Source
 
 LARGE_MODEL_SHARE = 1 / 3  # of the memory: a model that would take more in int8 becomes int4
 VNNI_FEATURES = frozenset({"avx_vnni", "avx512_vnni"})

@@ -16,12 +16,10 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_json
-from ovspec.base.hub_names import HubName, parse_hub_name
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.config import LAYER_KEYS
-from ovspec.setup.identity import compute_files_revision, list_model_files
-from ovspec.setup.model_store import name_folder
+from ovspec.setup.identity import list_model_files
 from ovspec.text.chat_template import TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import (
@@ -33,7 +31,7 @@ from ovspec_export.families import (
     find_family,
 )
 from ovspec_export.gguf_config import build_config
-from ovspec_export.gguf_file import GgufHeaders, read_gguf_headers
+from ovspec_export.gguf_file import GgufHeaders
 from ovspec_export.head_layout import (
     HeadLayout,
     check_head_supported,
@@ -42,7 +40,6 @@ from ovspec_export.head_layout import (
     map_to_eagle_head_name,
     read_head_layout,
 )
-from ovspec_export.hub import choose_gguf_files, download_snapshot, read_repository
 from ovspec_export.mtp_layout import MTP_ARCHITECTURE, find_mtp_layers
 from ovspec_export.pickled import read_pickled_tensors
 from ovspec_export.quantised import check_quantisation, has_kept_layout
@@ -324,31 +321,6 @@ def find_own_mtp_layer(target: Source) -> MtpSource | None:
     return mtp_layer if element_types and element_types <= FLOAT_TYPES else None
 
 
-def find_source(name: str, trust_remote_code: bool = False) -> Source:
-    """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
-
-    A hub id may end in ``@`` and a commit, tag or branch, and in ``:`` and the quantisation of a GGUF file.
-
-    Raises:
-        OvspecError: the model doesn't exist, can't be exported or can't be downloaded.
-    """
-    if not name.strip():
-        raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        source = make_source(path, Path(name_folder(path.resolve())).name, compute_files_revision(path))
-    elif path.is_file():
-        return make_gguf_source(path, re.sub(r"-\d{5}-of-\d{5}$", "", path.stem), compute_files_revision(path))
-    elif not (hub := parse_hub_name(name)):
-        raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
-    elif hub.quantization:
-        return download_gguf_file(hub, hub.name_without_commit)
-    else:
-        source = download_model(hub, hub.name_without_commit, trust_remote_code)
-    check_source(source, name, trust_remote_code)
-    return source
-
-
 def check_can_be_unpacked(source: Source) -> None:
     """Raise OvspecError if a source has quantised weights that are only exported as they are."""
     if source.is_quantised and not isinstance(source, GgufSource):
@@ -477,61 +449,6 @@ def read_safetensors_header(file: Path) -> JsonObject:
             f"{file}: cut off ({file_bytes} of {8 + header_length + data_end} bytes); download the model again."
         )
     return header
-
-
-def download_model(hub: HubName, name: str, trust_remote_code: bool) -> Source:
-    """Download a hub model, or find it in the hub's cache.
-
-    Raises:
-        OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
-    """
-    source = download_config(hub, name, trust_remote_code)
-    folder = source.path
-    is_head = isinstance(source, HeadSource)
-    patterns = EXPORT_PATTERNS + CODE_PATTERNS * (trust_remote_code and not is_head)
-    download_snapshot(name, hub.repository, source.revision, patterns, SUBFOLDER_PATTERN)
-    if is_head and not list(folder.glob("model*.safetensors")):
-        download_snapshot(name, hub.repository, source.revision, PICKLED_PATTERNS, SUBFOLDER_PATTERN)
-    return make_source(folder, name, source.revision)
-
-
-def download_config(hub: HubName, name: str, trust_remote_code: bool) -> Source:
-    """Download the small files of a hub model that show whether it can be exported.
-
-    Raises:
-        OvspecError: it can't be had or exported.
-    """
-    folder = download_snapshot(
-        name, hub.repository, hub.revision, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN
-    )
-    source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
-    if not (folder / "config.json").is_file():
-        repository = read_repository(name, hub)
-        if any(path.endswith(".gguf") for path in repository.sizes):
-            choose_gguf_files(name, hub, repository)  # which lists them
-    check_source_config(source, name)
-    if not source.is_ir and not isinstance(source, HeadSource):
-        check_trusted_code(source, name, trust_remote_code)
-    return source
-
-
-def download_gguf_file(hub: HubName, name: str) -> GgufSource:
-    """Download a GGUF file from a repository on the hub, with all its shards, or find it in the hub's cache.
-
-    Raises:
-        OvspecError: it can't be had or read.
-    """
-    repository = read_repository(name, hub)
-    files = choose_gguf_files(name, hub, repository)
-    folder = download_snapshot(name, hub.repository, repository.commit, files, "")
-    return make_gguf_source(folder / files[0], name, repository.commit)
-
-
-def make_gguf_source(path: Path, name: str, revision: str) -> GgufSource:
-    """Return the model in a GGUF file; raises OvspecError if it can't be read or exported."""
-    source = GgufSource(name, path, False, revision, read_gguf_headers(path))
-    _ = source.family
-    return source
 
 
 def copy_missing_files(checkpoint: Path, folder: Path) -> None:

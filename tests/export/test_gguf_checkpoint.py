@@ -27,7 +27,8 @@ from ovspec_export.convert import choose_group_size
 from ovspec_export.evaluate import compare_with_checkpoint
 from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_gguf_weights, write_json_file
 from ovspec_export.gguf_file import read_shard_header
-from ovspec_export.sources import GgufSource, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import GgufSource
 from peers.install import python_of
 
 import ovspec

@@ -150,7 +150,7 @@ def refusals(names: Sequence[str], output: Path, endpoint: str, home: Path) -> d
 
 FINDS = """
 import json, sys
-from ovspec_export.sources import find_source
+from ovspec_export.source_lookup import find_source
 
 found = map(find_source, sys.argv[1:])
 print(json.dumps([[each.name, str(each.path), each.is_ir, each.revision] for each in found]))
