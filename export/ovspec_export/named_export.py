@@ -100,9 +100,10 @@ def measure_model(name: str) -> ModelSize:
     pinned_hub = HubName(hub.repository, source.revision)
     repository = read_repository(name, pinned_hub)
     missing_bytes = sum_missing_bytes(hub, repository, EXPORT_PATTERNS, SUBFOLDER_PATTERN)
-    weight_bytes = float(sum(size for path, size in repository.sizes.items() if path.endswith(".safetensors")))
+    weight_suffix = ".bin" if source.is_ir else ".safetensors"
+    weight_bytes = float(sum(size for path, size in repository.sizes.items() if path.endswith(weight_suffix)))
     weight_type = str(source.config.get("dtype") or source.config.get("torch_dtype"))
-    parameter_count = weight_bytes / BYTES_PER_WEIGHT.get(weight_type, 2.0)
+    parameter_count = 0.0 if source.is_ir else weight_bytes / BYTES_PER_WEIGHT.get(weight_type, 2.0)
     return ModelSize(str(pinned_hub), missing_bytes, weight_bytes, parameter_count, source.is_ir or source.is_quantised)
 
 

@@ -15,7 +15,9 @@ from typing import Any
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import EXPORTED_DRAFT, EXPORTED_DRAFTS, HEAD_DRAFT, DraftChoice, parse_draft
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.setup.identity import compute_files_revision
 from ovspec.setup.known_drafts import find_known_draft
+from ovspec.setup.manifest import Manifest
 from ovspec.setup.model_folders import find_demo_folder, resolve_model_folder
 from ovspec.setup.model_names import ModelSource, find_model_named_in_store, is_ir, require_model_source
 from ovspec.setup.model_store import (
@@ -51,9 +53,18 @@ class ModelRequest:
     def find_in_store(self) -> StoredModel | None:
         """Return the export that fulfils the request; None if it must be made."""
         assert self.source
-        return find_stored_model(
+        stored_model = find_stored_model(
             self.source.name, self.source.revision, self.weight_format, self.draft, self.needs_draft
         )
+        return None if stored_model and has_draft_changed(self.draft, stored_model) else stored_model
+
+
+def has_draft_changed(draft: str | None, stored_model: StoredModel) -> bool:
+    """Return whether the files of a draft have changed since it was exported; a hub id has none."""
+    draft_entry = stored_model.manifest.draft
+    return bool(
+        draft and draft_entry and Path(draft).exists() and compute_files_revision(Path(draft)) != draft_entry.revision
+    )
 
 
 def import_export_package(task: str = "Exporting") -> ModuleType:
@@ -144,9 +155,10 @@ def add_known_draft(request: ModelRequest, draft_name: str) -> ModelRequest:
         OvspecError: none is known, and the model can't bring one along.
     """
     assert request.source
-    if request.find_in_store():
-        return request
     known_draft = find_known_draft(request.source.name, only_head=draft_name == HEAD_DRAFT)
+    needs_known_head = draft_name == HEAD_DRAFT and known_draft is not None
+    if not needs_known_head and request.find_in_store():
+        return request
     may_bring_layer = draft_name == EXPORTED_DRAFT and not request.source.is_gguf
     if not known_draft and not may_bring_layer:
         kind = "head" if draft_name == HEAD_DRAFT else "draft"
@@ -168,26 +180,26 @@ def export_into_store(request: ModelRequest, new_folder: Path, package: ModuleTy
     target_name = str(base_model.ir_folder) if base_model else source.full_name
     new_folder.mkdir(parents=True)
     ir_folder = new_folder / IR_FOLDER
-    manifest = package.export_named_model(
-        target_name, request.draft, ir_folder, request.weight_format, request.shown_name
-    )
+    weight_format = None if base_model else request.weight_format
+    manifest = package.export_named_model(target_name, request.draft, ir_folder, weight_format, request.shown_name)
     if base_model:
         manifest.target = base_model.manifest.target
         manifest.write_to_folder(ir_folder)
     record = ModelRecord(source.name, source.revision, request.draft)
     format_suffix = "" if is_ir(source.name) else f"-{manifest.target.weight_format}"
-    weight_format = manifest.target.weight_format
-    outdated_folders = [old.folder for old in list_stored_models() if is_outdated(old, source, weight_format)]
+    outdated_folders = [old.folder for old in list_stored_models() if is_outdated(old, record, manifest)]
     return publish_model(new_folder, record, source.short_name + format_suffix, outdated_folders)
 
 
-def is_outdated(old_model: StoredModel, source: ModelSource, weight_format: str) -> bool:
-    """Return whether a new export replaces an old one, which lacks a draft, or whose source's files have changed."""
-    if old_model.record.source != source.name or old_model.manifest.target.weight_format != weight_format:
+def is_outdated(old_model: StoredModel, new_record: ModelRecord, new_manifest: Manifest) -> bool:
+    """Return whether a new export replaces an old one, which lacks the draft, or of which a file has changed."""
+    if old_model.record.source != new_record.source:
         return False
-    if old_model.record.revision == source.revision:
-        return not old_model.manifest.draft
-    return source.is_local
+    if old_model.manifest.target.weight_format != new_manifest.target.weight_format:
+        return False
+    if old_model.record.revision == new_record.revision:
+        return not old_model.manifest.draft or old_model.record.draft == new_record.draft
+    return Path(new_record.source).is_absolute()
 
 
 @contextlib.contextmanager

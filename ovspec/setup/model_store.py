@@ -280,7 +280,11 @@ def delete_folder(folder: Path) -> None:
 def list_unused_models(days: float) -> list[Path]:
     """Return the folders of models that weren't used for so many days, and of damaged ones."""
     oldest_time = time.time() - days * SECONDS_PER_DAY
-    return [folder for folder in list_entry_folders() if (folder / RECORD_FILE).stat().st_mtime <= oldest_time]
+    return [
+        folder
+        for folder in list_entry_folders()
+        if (folder / RECORD_FILE).stat().st_mtime <= oldest_time or is_damaged_entry(folder)
+    ]
 
 
 def delete_leftovers() -> None:

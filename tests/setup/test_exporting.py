@@ -153,3 +153,19 @@ def test_load_names_the_command() -> None:
         ovspec.load(TARGET, weight_format="int8")
     with pytest.raises(OvspecError, match="needs the model to export"):
         ovspec.load(export=True)
+
+
+def test_a_draft_that_has_changed_is_exported_again(exports: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    draft = shutil.copytree(DRAFT, tmp_path / "draft")
+    folder, _ = find_or_export_model(TARGET, str(draft), "int4")
+    [stored] = model_store.list_stored_models()
+    assert stored.manifest.draft
+    stored.manifest.draft.revision = exporting.compute_files_revision(draft)
+    stored.manifest.write_to_folder(stored.ir_folder)
+    assert find_or_export_model(TARGET, str(draft), "int4")[0] == folder and len(exports) == 1
+    (draft / "config.json").write_bytes((draft / "config.json").read_bytes() + b"\n")
+    assert find_or_export_model(TARGET, str(draft), "int4")[0] == folder
+    assert [call[:3] for call in exports] == [
+        (str(TARGET), str(draft), "int4"),
+        (str(folder), str(draft), None),
+    ]

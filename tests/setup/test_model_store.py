@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from ovspec.base.errors import OvspecError
 from ovspec.setup import model_store
@@ -25,11 +24,15 @@ from ovspec.setup.model_store import (
     remove_model,
 )
 
-IN_USE = """
+# Another process, whose cache is its first argument.
+ELSEWHERE = """
 import sys
 from pathlib import Path
-from ovspec.setup.model_store import mark_used
-mark_used(Path(sys.argv[1]))
+from ovspec.setup import model_store
+model_store.default_cache_dir = lambda: Path(sys.argv[1])
+"""
+IN_USE = f"""{ELSEWHERE}
+model_store.mark_used(Path(sys.argv[2]))
 print("used", flush=True)
 sys.stdin.read()
 """
@@ -37,7 +40,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(model_store, "default_cache_dir", lambda: tmp_path / "cache" / "ovspec")
+    monkeypatch.setattr(model_store, "default_cache_dir", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -89,9 +92,8 @@ def test_what_is_not_whole_is_never_found(pair: Path, cache: Path) -> None:
 def test_a_model_in_use_stays(pair: Path, cache: Path) -> None:
     """Until the process that uses it ends, or is killed."""
     stored = put(pair, ModelRecord("org/model", None))
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "LOCALAPPDATA": str(cache)}
-    command = [sys.executable, "-c", IN_USE, str(stored.ir_folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+    command = [sys.executable, "-c", IN_USE, str(cache), str(stored.ir_folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline()
         with pytest.raises(OvspecError, match=f"^model: in use by process {process.pid}; stop that first"):
             remove_model(stored.folder)
@@ -121,18 +123,10 @@ def test_use_is_noted(pair: Path, cache: Path) -> None:
     assert cache.is_dir()
 
 
-def test_leftovers_of_a_running_export_stay(pair: Path, cache: Path) -> None:
+def test_leftovers_of_a_running_export_stay(cache: Path) -> None:
     with lock_source("org/model", "model") as new_folder:
         new_folder.mkdir()
-        lock = new_folder.with_name(f"{new_folder.name.replace('new-', '')}.lock")
-        assert lock.is_file()
-        other = FileLock(lock, thread_local=False)
-        assert other.lock_file
-        subprocess.run(
-            [sys.executable, "-c", "from ovspec.setup.model_store import *; delete_leftovers()"],
-            env={**os.environ, "XDG_CACHE_HOME": str(cache), "LOCALAPPDATA": str(cache)},
-            check=True,
-        )
+        code = f"{ELSEWHERE}\nmodel_store.delete_leftovers()"
+        subprocess.run([sys.executable, "-c", code, str(cache)], check=True)
         assert new_folder.is_dir()
     assert not new_folder.exists()
-    assert pair.is_dir()
