@@ -258,7 +258,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(file), "damaged or cut off"),
         (str(tmp_path), "no config.json in it"),
         ("C:/no-such-model", "no such file or folder, and not a hub id"),
-        ("no-such-org/no-such-model", "neither a folder here nor in the hub's cache, and the hub cannot be reached"),
+        ("no-such-org/no-such-model", "no such folder, and not whole in the hub's cache; the hub cannot be reached"),
         ("", "is empty"),
         (str(mute), "no tokenizer in it"),
         (str(pickled), "no model.safetensors and no model.safetensors.index.json in it"),
@@ -268,7 +268,10 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(elsewhere), "takes its code from another repository"),
         (str(cut_off), "model.safetensors: cut off"),
         (str(nonsense), "not a safetensors file"),
-        (edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}), "`trust_remote_code=True`"),
+        (
+            edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}),
+            "run 'ovspec export --trust-remote-code' if you trust it",
+        ),
         (edited(tmp_path / "t5", {"is_encoder_decoder": True}), "an encoder-decoder model"),
     ]:
         with pytest.raises(ovspec.OvspecError, match=message) as error:
