@@ -17,3 +17,4 @@ from ovspec_export.environments import prepare_environments as prepare_environme
 from ovspec_export.export import export_pair as export_pair  # noqa: E402
 from ovspec_export.families import describe_families as describe_families  # noqa: E402
 from ovspec_export.families import find_environments as find_environments  # noqa: E402
+from ovspec_export.named_export import export_named_model as export_named_model  # noqa: E402

@@ -19,7 +19,8 @@ from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.folders import check_disk_space, check_output_folder
 from ovspec_export.gguf_weights import find_unkept_tensor
 from ovspec_export.head_fit import check_head_fits
-from ovspec_export.sources import GgufSource, HeadSource, Source, check_can_be_unpacked, find_own_mtp_layer, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import GgufSource, HeadSource, Source, check_can_be_unpacked, find_own_mtp_layer
 from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templates
 
 

@@ -19,7 +19,7 @@ from ovspec.base.files import read_dataclass, read_json
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.config import LAYER_KEYS
-from ovspec.setup.identity import compute_files_revision, list_model_files
+from ovspec.setup.identity import list_model_files
 from ovspec.text.chat_template import TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import (
@@ -31,7 +31,7 @@ from ovspec_export.families import (
     find_family,
 )
 from ovspec_export.gguf_config import build_config
-from ovspec_export.gguf_file import GgufHeaders, read_gguf_headers
+from ovspec_export.gguf_file import GgufHeaders
 from ovspec_export.head_layout import (
     HeadLayout,
     check_head_supported,
@@ -321,32 +321,6 @@ def find_own_mtp_layer(target: Source) -> MtpSource | None:
     return mtp_layer if element_types and element_types <= FLOAT_TYPES else None
 
 
-def find_source(name: str, trust_remote_code: bool = False) -> Source:
-    """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
-
-    A hub id may end in ``@`` and a commit, tag or branch.
-
-    Raises:
-        OvspecError: the model doesn't exist, can't be exported or can't be downloaded.
-    """
-    if not name.strip():
-        raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        source = make_source(path, path.resolve().name, compute_files_revision(path))
-    elif path.is_file():
-        model_name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-        gguf_source = GgufSource(model_name, path, False, compute_files_revision(path), read_gguf_headers(path))
-        _ = gguf_source.family
-        return gguf_source
-    elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":
-        raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
-    else:
-        source = download_model(name, trust_remote_code)
-    check_source(source, name, trust_remote_code)
-    return source
-
-
 def check_can_be_unpacked(source: Source) -> None:
     """Raise OvspecError if a source has quantised weights that are only exported as they are."""
     if source.is_quantised and not isinstance(source, GgufSource):
@@ -442,8 +416,8 @@ def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> No
         code_classes = str(read_json(source.path / config_file).get("auto_map", ""))
         if code_classes and not trust_remote_code:
             raise OvspecError(
-                f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and add "
-                "`trust_remote_code=True` if you trust it."
+                f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and run "
+                "'ovspec export --trust-remote-code' if you trust it."
             )
         if "--" in code_classes:
             raise OvspecError(
@@ -475,63 +449,6 @@ def read_safetensors_header(file: Path) -> JsonObject:
             f"{file}: cut off ({file_bytes} of {8 + header_length + data_end} bytes); download the model again."
         )
     return header
-
-
-def download_model(name: str, trust_remote_code: bool) -> Source:
-    """Download a hub model, named ``org/model`` or ``org/model@revision``, or find it in the hub's cache.
-
-    Raises:
-        OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
-    """
-    hub_id, separator, revision = name.partition("@")
-    if separator and not revision:
-        raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
-    folder = download_snapshot(
-        name, hub_id, revision or None, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN
-    )
-    source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
-    check_source_config(source, name)
-    is_head = isinstance(source, HeadSource)
-    if not source.is_ir and not is_head:
-        check_trusted_code(source, name, trust_remote_code)
-    patterns = EXPORT_PATTERNS + CODE_PATTERNS * (trust_remote_code and not is_head)
-    download_snapshot(name, hub_id, source.revision, patterns, SUBFOLDER_PATTERN)
-    if is_head and not list(folder.glob("model*.safetensors")):
-        download_snapshot(name, hub_id, source.revision, PICKLED_PATTERNS, SUBFOLDER_PATTERN)
-    return make_source(folder, name, source.revision)
-
-
-def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
-    """Download a hub model's files that match ``patterns`` but not ``ignored_patterns``; return their folder.
-
-    ``name`` is for messages.
-    """
-    from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=ignored_patterns)
-        )
-    except hub.GatedRepoError:
-        raise OvspecError(
-            f"{name}: the model is gated; accept the terms on its page and log in with 'hf auth login'."
-        ) from None
-    except hub.RevisionNotFoundError:
-        raise OvspecError(f"{name}: the model has no revision {revision}; name a commit, a tag or a branch.") from None
-    except hub.RepositoryNotFoundError:
-        raise OvspecError(
-            f"{name}: neither a folder here nor a model on the Hugging Face hub; check the spelling, "
-            "or log in with 'hf auth login' if it is private."
-        ) from None
-    except hub.HFValidationError:
-        raise OvspecError(f"{name}: neither a folder here nor a valid hub id like 'org/model'.") from None
-    except Exception as error:  # offline, timeouts, proxies, a full disk: each library raises its own errors
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise OvspecError(
-            f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be reached; check the network."
-        ) from None
 
 
 def copy_missing_files(checkpoint: Path, folder: Path) -> None:

@@ -18,8 +18,9 @@ from ovspec.engine.runtime import Runtime
 from ovspec.ir.device import DeviceOptions, check_threads_option, parse_device_option
 from ovspec.params.loading import LOAD_OPTIONS, LoadParams, make_load_params
 from ovspec.params.option import accepts_options, format_option_documentation, options_dataclass
+from ovspec.setup.exporting import find_or_export_model
 from ovspec.setup.manifest import read_manifest
-from ovspec.setup.model_folders import check_draft_folder, export_model_and_draft, resolve_draft, resolve_model_folder
+from ovspec.setup.model_folders import check_draft_folder, resolve_draft, resolve_model_folder
 from ovspec.setup.pair_loading import load_target_and_draft
 from ovspec.text.chat_template import read_chat_templates
 from ovspec.text.custom_template import resolve_custom_template
@@ -42,7 +43,8 @@ def load(
     """Load an exported model and return it as a ``LanguageModel``.
 
     model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
-        also a Hugging Face checkpoint (folder or hub id).
+        also a checkpoint folder, a GGUF file or a hub id (``org/model``, ``org/model@REVISION``, ``org/model:Q4_K_M``),
+        which is exported into the user's cache the first time, as commands do it.
     draft: what proposes tokens; by default "lookup" where verifying a guess costs next to nothing, which the first load
         measures (exact arithmetic, paged engine), otherwise nothing. "none" proposes nothing, True is the draft in the
         model's folder, "self" the same if it was made of the target's own layers, "head" if it is an EAGLE-3 head,
@@ -56,8 +58,12 @@ def load(
         if device := getattr(params, option):
             parse_device_option(device, option)
     device_options = make_device_options(params)
+    if params.weight_format and not params.export:
+        raise OvspecError("`weight_format` is for a model that is exported; add `export=True`.")
     if params.export:
-        model, draft = export_model_and_draft(model, draft)
+        if model is None:
+            raise OvspecError("`export=True` needs the model to export: a checkpoint folder, a GGUF file or a hub id.")
+        model, draft = find_or_export_model(model, draft, params.weight_format)
     model_folder = resolve_model_folder(model)
     manifest = read_manifest(model_folder, params.verify)
     if params.verify and not manifest:

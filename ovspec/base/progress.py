@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SHOW_AFTER_SECONDS = 1.0  # seconds that a step may take before it is shown
 REPEAT_AFTER_SECONDS = 60.0  # seconds until it is shown again where lines stay, if its text has changed
@@ -20,6 +20,17 @@ class ProgressStep:
 
     text: str
     result: str = ""
+    start_time: float = field(default_factory=time.monotonic)
+
+
+RUNNING_STEPS: list[ProgressStep] = []  # the innermost last
+
+
+def describe_running_step() -> str:
+    """Return the innermost step that runs in this process, and for how long it does; empty if there is none."""
+    if not RUNNING_STEPS:
+        return ""
+    return f"{RUNNING_STEPS[-1].text}, {time.monotonic() - RUNNING_STEPS[-1].start_time:.0f} s"
 
 
 def print_note(text: str) -> None:
@@ -32,7 +43,7 @@ def print_note(text: str) -> None:
 def show_step(text: str, keep_line: bool = False) -> Iterator[ProgressStep]:
     """Show ``text`` while the block runs, if that takes long. With ``keep_line``, a line with its time stays."""
     shown_step = ProgressStep(text)
-    start_time = time.monotonic()
+    start_time = shown_step.start_time
     has_ended = threading.Event()
     on_live_terminal = on_terminal()
 
@@ -54,9 +65,11 @@ def show_step(text: str, keep_line: bool = False) -> Iterator[ProgressStep]:
 
     printer_thread = threading.Thread(target=print_progress, daemon=True)
     printer_thread.start()
+    RUNNING_STEPS.append(shown_step)
     try:
         yield shown_step
     finally:
+        RUNNING_STEPS.remove(shown_step)
         has_ended.set()
         printer_thread.join()
     if keep_line:

@@ -17,15 +17,16 @@ OPTION_PATTERN = re.compile(r"`(\w+)(?:=([^`]*))?`")
 # Name of a command -> its line in 'ovspec --help', which is the beginning of the command's own help.
 COMMANDS = {
     "batch": "Generate a text for each line of FILE.",
-    "bench": "Time the model in DIR without and with each way of proposing tokens.",
-    "chat": "Chat with the model in DIR.",
+    "bench": "Time MODEL without and with each way of proposing tokens.",
+    "chat": "Chat with MODEL.",
     "devices": "List the devices that a model can run on.",
     "distill": "Make a head for MODEL, or teach it a draft, on this machine: it then generates faster.",
     "export": "Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.",
-    "generate": "Continue PROMPT with the model in DIR.",
+    "generate": "Continue PROMPT with MODEL.",
     "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
+    "models": "List the models that were exported by name, or delete some.",
     "perplexity": "Measure how well the model in DIR predicts the text in FILE.",
-    "serve": "Serve the model in DIR over OpenAI's API.",
+    "serve": "Serve MODEL over OpenAI's API.",
     "tune": "Measure which settings are fastest for the model in DIR, and use them.",
     "verify": "Check that every token in RESULT is the one that the model chooses there.",
 }
@@ -60,10 +61,13 @@ class LazyCommands(click.Group):
 def cli() -> None:
     """Fast, lossless text generation on OpenVINO.
 
-    DIR is a folder made by 'ovspec export'. A source checkout embeds a small demo pair, a target and a draft.
+    MODEL is a folder made by 'ovspec export', a checkpoint folder, a GGUF file or a hub id (org/model,
+    org/model@REVISION, org/model:Q4_K_M); what isn't exported yet is exported once, into the user's cache. DIR is a
+    folder made by 'ovspec export', or a model of the cache. A source checkout embeds a small demo pair.
 
     \b
     Example:
+      ovspec chat org/model
       ovspec export models/demo-hf/target --draft models/demo-hf/draft -o my-pair
       ovspec generate my-pair "def fib(" --draft --stats
     """

@@ -45,7 +45,7 @@ class RayCommand(click.Command):
 
 
 @click.command(cls=RayCommand)
-@click.argument("arguments", nargs=-1, required=True, metavar="[DIR] FILE")
+@click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] FILE")
 @click.option(
     "-o", "--output", required=True, metavar="FILE", help="File for the results; a folder if those to read are in one."
 )
@@ -84,7 +84,7 @@ def batch(
     system: str | None,
     **options: OptionValue,
 ) -> None:
-    """Generate a text for each line of FILE with the model in DIR (by default the embedded demo pair).
+    """Generate a text for each line of FILE with MODEL (by default the embedded demo pair).
 
     FILE may be -, which is stdin. Each line is a request of OpenAI's batch API, a JSON object with a prompt or
     messages and options such as max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In
@@ -104,9 +104,9 @@ def batch(
       ovspec batch my-pair prompts.txt -o results.jsonl --draft --max-tokens 64 --batch-size 8
       ovspec batch my-pair s3://bucket/requests -o s3://bucket/results --ray 10.0.0.1:6379
     """
-    raise_usage_error_if(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
+    raise_usage_error_if(len(arguments) > 2, "Too many arguments; give FILE, or MODEL and FILE.")
     file = arguments[-1]
-    folder = Path(arguments[0]) if len(arguments) == 2 else None
+    model = arguments[0] if len(arguments) == 2 else None
     check_chat_options(chat, system, options["heal"])
     raise_usage_error_if(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
     raise_usage_error_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
@@ -127,12 +127,15 @@ def batch(
 
     from ovspec.batch.requests import parse_lines, read_requests, to_chat_request
     from ovspec.batch.resumable_run import run_file
+    from ovspec.setup.exporting import find_or_export_model
 
     prepare_request = partial(to_chat_request, system=system) if chat else lambda request: request
     requests: list[BatchRequest] = []
     if not needs_ray(file):
         parsed_requests = parse_lines(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
         requests = list(map(prepare_request, parsed_requests))
+    weight_format = load_options.pop("weight_format", None)
+    folder, load_options["draft"] = find_or_export_model(model, load_options.get("draft"), weight_format)
     report = BatchProgressPrinter()
     try:
         if ray:

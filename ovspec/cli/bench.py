@@ -7,14 +7,15 @@ import click
 
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, raise_usage_error_if, read_text_or_stdin, runtime_options
-from ovspec.cli.path_type import PATH_TYPE
+from ovspec.cli.path_type import MODEL_TYPE, PATH_TYPE
 from ovspec.params.generation import GENERATE_OPTIONS
+from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import OptionValue
 
 
 @click.command()
-@click.argument("folder", required=False, type=PATH_TYPE, metavar="[DIR]")
-@click.option("--draft", metavar="PATH", help="Folder of a draft model or head, or none.  [default: that in DIR]")
+@click.argument("model", required=False, type=MODEL_TYPE, metavar="[MODEL]")
+@click.option("--draft", metavar="DRAFT", help="A draft model or head, or none.  [default: that in MODEL]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
 @click.option(
     "--prompt-file", "files", multiple=True, type=PATH_TYPE, metavar="FILE", help="The same, in a file; - is stdin."
@@ -23,9 +24,10 @@ from ovspec.params.option import OptionValue
 @add_options({name: GENERATE_OPTIONS[name] for name in ("lookahead", "temperature")})
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Texts per prompt and mode.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
+@add_options({"weight_format": LOAD_OPTIONS["weight_format"]})
 @runtime_options
 def bench(
-    folder: Path | None,
+    model: str | None,
     draft: str | None,
     prompts: tuple[str, ...],
     files: tuple[Path, ...],
@@ -36,7 +38,7 @@ def bench(
     as_json: bool,
     **runtime: OptionValue,
 ) -> None:
-    """Time the model in DIR (by default the embedded demo pair) without and with each way of proposing tokens.
+    """Time MODEL (by default the embedded demo pair) without and with each way of proposing tokens.
 
     The modes are plain decoding, lookup, the draft model or head if there is one, and both. For each prompt the modes
     take turns, and each turn begins with another mode. The speed-up is that of the median turn: the time of plain
@@ -53,10 +55,11 @@ def bench(
     )
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice
+    from ovspec.setup.exporting import find_or_export_model
     from ovspec.setup.manifest import DRAFT_FOLDER
-    from ovspec.setup.model_folders import find_demo_folder
 
-    folder = folder or find_demo_folder()
+    folder, draft_choice = find_or_export_model(model, draft, runtime.pop("weight_format"))
+    draft = None if draft_choice is None else str(draft_choice)
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
     prompt_texts = [*prompts, *map(read_text_or_stdin, files)] or default_prompts()

@@ -17,6 +17,7 @@ from ovspec.cli.options import (
     STATS_LEVELS,
     StatsCommand,
     add_generate_options,
+    check_draft_option,
     check_grammar_option,
     context_option,
     make_stats_option,
@@ -25,7 +26,7 @@ from ovspec.cli.options import (
     session_option,
     split_load_and_generate_options,
 )
-from ovspec.cli.path_type import PATH_TYPE
+from ovspec.cli.path_type import MODEL_TYPE
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
 from ovspec.params.option import OptionValue
 
@@ -40,7 +41,7 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 
 
 @click.command(cls=StatsCommand)
-@click.argument("folder", required=False, type=PATH_TYPE, metavar="[DIR]")
+@click.argument("model", required=False, type=MODEL_TYPE, metavar="[MODEL]")
 @click.option("--system", metavar="TEXT", help="System message.")
 @make_stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
@@ -49,14 +50,14 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 @context_option
 @add_generate_options
 def chat(
-    folder: Path | None,
+    model: str | None,
     system: str | None,
     stats: str | None,
     session: Path | None,
     context: int | None,
     **options: OptionValue,
 ) -> None:
-    """Chat with the model in DIR (by default the embedded demo pair).
+    """Chat with MODEL (by default the embedded demo pair).
 
     The chat stays in the KV cache, so each turn reads only what is new. A line is a message. For several lines,
     end each with a backslash or put three quotes (\"\"\") around them (on a terminal, Ctrl+O or Alt+Enter begins a new
@@ -68,21 +69,24 @@ def chat(
 
     \b
     Examples:
+      ovspec chat org/model
       ovspec chat my-pair --draft
       ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
       ovspec chat my-pair --session monads.chat --context 2000
     """
     draft = options["draft"]
     draft_folder = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
-    if folder is None and isinstance(draft_folder, Path) and (draft_folder / EXPORTED_DRAFT).is_dir():
-        # '--draft DIR': the option took what was meant as DIR.
-        folder = draft_folder
+    if model is None and isinstance(draft_folder, Path) and (draft_folder / EXPORTED_DRAFT).is_dir():
+        # '--draft DIR': the option took what was meant as MODEL.
+        model = str(draft_folder)
         options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
-    from ovspec.setup.model_folders import resolve_model_folder
+    check_draft_option(options["draft"])
+    from ovspec.setup.exporting import find_or_export_model
     from ovspec.text.generation_config import format_sampling, read_recommended_sampling
 
+    folder, options["draft"] = find_or_export_model(model, options["draft"], options.pop("weight_format"))
     passed_options = {name: value for name, value in options.items() if value is not None}
-    recommended = read_recommended_sampling(resolve_model_folder(folder), passed_options)
+    recommended = read_recommended_sampling(folder, passed_options)
     load_options, params = split_load_and_generate_options(
         {"max_tokens": CHAT_MAX_TOKENS} | passed_options | recommended
     )

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=StatsCommand)
-@click.argument("arguments", nargs=-1, metavar="[DIR] [PROMPT]")
-@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be taken for DIR.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
+@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be taken for MODEL.")
 @click.option(
     "-f",
     "--file",
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @click.option(
     "--compare",
     is_flag=True,
-    help="Generate without and with --draft (by default the draft in DIR), at least five times each. Prints both "
+    help="Generate without and with --draft (by default the draft in MODEL), at least five times each. Prints both "
     "texts, whether they are equal (if not, exit code 1), and the median speed-up with its range.",
 )
 @session_option
@@ -75,11 +75,12 @@ def generate(
     context: int | None,
     **options: OptionValue,
 ) -> None:
-    """Continue PROMPT with the model in DIR (by default the embedded demo pair).
+    """Continue PROMPT with MODEL (by default the embedded demo pair).
 
-    The prompt comes from the argument, --prompt, --file, --token-ids or stdin; - as PROMPT is stdin, too, whose last
-    newline is left out. An only argument is DIR if it is a folder. Text goes to stdout, statistics to stderr. With
-    --max-tokens 0 the prompt is only read, as into the file of --session.
+    The prompt comes from the argument, --prompt, --file, --token-ids or stdin; - as PROMPT is stdin, too, whose
+    last newline is left out. An only argument is MODEL if it is a folder, or looks like a path or a hub id. Text
+    goes to stdout, statistics to stderr. With --max-tokens 0 the prompt is only read, as into the file of
+    --session.
 
     \b
     Examples:
@@ -97,7 +98,7 @@ def generate(
         arguments = (*arguments, draft)
     if draft_is_prompt or (compare and draft is None):
         draft = options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
-    folder, prompt_argument = split_folder_and_prompt(arguments, has_prompt_option)
+    model, prompt_argument = split_model_and_prompt(arguments, has_prompt_option)
     continues_session = session is not None and session.exists()
     check_chat_options(chat, system, options["heal"])
     raise_usage_error_if(
@@ -120,10 +121,12 @@ def generate(
 
     from ovspec.cli import output
     from ovspec.cli.compare import print_comparison
-    from ovspec.setup.model_folders import resolve_model_folder
+    from ovspec.setup.exporting import find_or_export_model
 
-    resolve_model_folder(folder)  # a folder without a model is refused before a prompt is read
     check_grammar_option(params)
+    weight_format = load_options.pop("weight_format", None)
+    # A folder without a model is refused before a prompt is read.
+    folder, load_options["draft"] = find_or_export_model(model, load_options.get("draft"), weight_format)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues_session)
     raise_usage_error_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
     template_variables = params.chat_template_kwargs
@@ -135,7 +138,7 @@ def generate(
         prompt = [{"role": role, "content": content} for role, content in chat_turns if content is not None]
     # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
     is_raw_prompt = chat is not None or continues_session or options["heal"] or options["constrain_from"] is not None
-    typed_prompt = (prompt_argument or prompt_option) if folder and not (is_raw_prompt or as_json) else None
+    typed_prompt = (prompt_argument or prompt_option) if model and not (is_raw_prompt or as_json) else None
     if compare:
         load_options.setdefault("cache_memory", 0)  # each turn reads its prompt
     lm = load_model(folder, session=session, chat_remedy="leave --chat out" if chat else None, **load_options)
@@ -196,16 +199,16 @@ def suggest_chat_flag(lm: LanguageModel, prompt: str | None) -> None:
             click.secho(chat_hint, dim=True, err=True)
 
 
-def split_folder_and_prompt(arguments: tuple[str, ...], has_prompt_option: bool) -> tuple[Path | None, str | None]:
-    """Return (DIR, PROMPT); a single argument that isn't a folder is the prompt, unless an option is."""
+def split_model_and_prompt(arguments: tuple[str, ...], has_prompt_option: bool) -> tuple[str | None, str | None]:
+    """Return (MODEL, PROMPT); a single argument that doesn't look like a path is the prompt, unless an option is."""
     raise_usage_error_if(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
     if not arguments:
         return None, None
     if len(arguments) == 2:
-        return Path(arguments[0]), arguments[1]
+        return arguments[0], arguments[1]
     [argument] = arguments
     if has_prompt_option or Path(argument).is_dir() or looks_like_path(argument):
-        return Path(argument), None
+        return argument, None
     return None, argument
 
 
@@ -254,5 +257,6 @@ def read_prompt(
 
 
 def looks_like_path(text: str) -> bool:
-    """Return whether ``text`` has a slash and no spaces."""
-    return not any(character.isspace() for character in text) and ("/" in text or "\\" in text)
+    """Return whether ``text`` has a slash and no spaces, or is the name of a GGUF file."""
+    has_spaces = any(character.isspace() for character in text)
+    return not has_spaces and ("/" in text or "\\" in text or text.lower().endswith(".gguf"))

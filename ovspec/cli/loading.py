@@ -14,18 +14,21 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    folder: Path | None, *, session: Path | None = None, chat_remedy: str | None = None, **options: OptionValue
+    folder: Path, *, session: Path | None = None, chat_remedy: str | None = None, **options: OptionValue
 ) -> LanguageModel:
     """Return ``ovspec.load(folder, **options)``; refuse a wrong session or a missing chat template first.
 
     chat_remedy: if there is to be a chat, what to do for a model without a template.
     """
-    with show_step(f"{folder or 'demo pair'}: loading"):
+    with show_step(f"{folder}: loading") as loading_step:
         import ovspec
         from ovspec.api.session_file import check_session_model
         from ovspec.setup.model_folders import resolve_model_folder
+        from ovspec.setup.model_store import IR_FOLDER, name_folder
         from ovspec.text.chat_template import load_chat_template, read_chat_templates
 
+        if folder.name == IR_FOLDER:
+            loading_step.text = f"{name_folder(folder)}: loading"
         if session and session.exists():
             check_session_model(session, resolve_model_folder(folder))
         if chat_remedy and "chat_template" not in options:

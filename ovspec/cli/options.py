@@ -152,11 +152,11 @@ draft_option = click.option(
     is_flag=False,
     flag_value=EXPORTED_DRAFT,
     metavar="[DRAFT]",
-    help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model or of a head; head (an EAGLE-3 "
-    "head in DIR); mtp (the MTP layer that a model brings along, in DIR); self (a draft in DIR that --draft-layers "
-    "made); lookup (what followed the last tokens earlier in the text); lookup,draft or lookup,FOLDER (the model where "
-    "lookup finds nothing good); or none.  [default: lookup where a guess costs nothing, which the first load measures "
-    "(exact arithmetic, paged engine); otherwise none]",
+    help="Speculate with the draft in MODEL, or one that is known for it, or with DRAFT: a draft model or a head, "
+    "named like a model; head (an EAGLE-3 head); mtp (the MTP layer that a model brings along); self (a draft that "
+    "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or lookup,DRAFT "
+    "(the model where lookup finds nothing good); or none.  [default: lookup where a guess costs nothing, which the "
+    "first load measures (exact arithmetic, paged engine); otherwise none]",
 )
 session_option = click.option(
     "--session",
@@ -241,13 +241,19 @@ def check_chat_options(chat: bool | None, system: str | None, heal: bool | None)
     )
 
 
+def check_draft_option(draft: OptionValue) -> None:
+    """Raise click.UsageError if ``--draft`` names no drafters."""
+    if isinstance(draft, str):
+        raise click.UsageError(
+            f"--draft {draft}: no such folder; name a draft model or head, or lookup, head, self or none."
+        )
+
+
 def split_load_and_generate_options(values: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], Params]:
     """Return the passed options of ``add_generate_options`` as (keywords for ``load``, params for ``generate``)."""
     passed_options = {option: value for option, value in values.items() if value is not None}
-    if isinstance(draft := passed_options.get("draft"), str):
-        raise click.UsageError(
-            f"--draft {draft}: no such folder; name the folder of a draft, lookup, head, self or none."
-        )
+    draft = passed_options.get("draft")
+    check_draft_option(draft)
     load_options = {option: value for option, value in passed_options.items() if option not in GENERATE_OPTIONS}
     try:
         params = make_params({option: value for option, value in passed_options.items() if option in GENERATE_OPTIONS})

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from ovspec.base.files import check_file_name
+from ovspec.base.hub_names import parse_hub_name
 
 
 class PathType(click.Path):
@@ -21,6 +22,18 @@ class PathType(click.Path):
         return path
 
 
+class ModelType(click.ParamType):
+    """The name of a model: a path that the system can have, a hub id, or another name."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not parse_hub_name(value):
+            PATH_TYPE.convert(value, param, ctx)
+        return value
+
+
 PATH_TYPE = PathType()
+MODEL_TYPE = ModelType()
 FILE_TYPE = PathType("file")
 FOLDER_TYPE = PathType("folder")

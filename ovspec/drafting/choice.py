@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.hub_names import parse_hub_name
 
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter
@@ -92,9 +93,10 @@ def split_draft_chain(draft: Any) -> list[Any]:
 
 
 def is_chain_of_known_drafters(draft: str) -> bool:
-    """Return whether each part of a chain is the name of a drafter or an existing folder."""
+    """Return whether each part of a chain is the name of a drafter, an existing folder or file, or a hub id."""
     chain_parts = [chain_part for chain_part in split_draft_chain(draft) if isinstance(chain_part, str)]
     known_names = ("lookup", *EXPORTED_DRAFTS, NO_DRAFT)
     return Path(draft).is_dir() or all(
-        chain_part in known_names or Path(chain_part).is_dir() for chain_part in chain_parts
+        chain_part in known_names or Path(chain_part).exists() or parse_hub_name(chain_part)
+        for chain_part in chain_parts
     )

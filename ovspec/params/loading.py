@@ -111,6 +111,13 @@ class LoadParams(RuntimeParams):
         default=False,
         flags=(),
     )
+    weight_format: Literal["fp32", "fp16", "bf16", "int8", "int4", "keep"] | None = option(
+        "Format of the weights of a MODEL that is exported first; keep takes quantised weights as they are.",
+        default=None,
+        default_meaning="any that is there; else keep if MODEL is quantised, int4 if it would take more than a third "
+        "of the memory in int8, or int8",
+        commands=("batch", "bench", "chat", "generate", "serve"),
+    )
 
 
 RUNTIME_OPTIONS = collect_options(RuntimeParams)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.hub_names import parse_hub_name
 from ovspec.drafting.choice import (
     EXPORTED_DRAFT,
     EXPORTED_DRAFTS,
@@ -16,11 +17,12 @@ from ovspec.drafting.choice import (
     SELF_DRAFT,
     DraftChoice,
     parse_draft,
-    split_draft_chain,
 )
-from ovspec.ir.compile import check_ir_folder, has_trimmed_vocabulary
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder, has_trimmed_vocabulary
 from ovspec.ir.heads import is_head_folder, is_mtp_folder
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, restore_backup
+from ovspec.setup.model_names import find_model_named_in_store, find_model_source
+from ovspec.setup.model_store import IR_FOLDER, find_stored_model, mark_used
 from ovspec.text.pairing import check_same_vocabulary
 
 
@@ -33,9 +35,19 @@ def find_demo_folder() -> Path:
 
 
 def resolve_model_folder(model: str | Path | None) -> Path:
-    """Return ``model``, or the demo pair's folder for None; raises OvspecError if it has no exported model."""
-    folder = find_demo_folder() if model is None else Path(model)
+    """Return the folder of ``model``, or the demo pair's for None; raises OvspecError if it has no exported model.
+
+    A model that was exported into the store may be named as it was then, or as 'ovspec models' lists it.
+    """
+    folder = find_demo_folder() if model is None else find_folder_in_store(model) or Path(model)
     restore_backup(folder)
+    if folder.name == IR_FOLDER:
+        mark_used(folder)
+    if not folder.exists() and parse_hub_name(folder.as_posix()):
+        raise OvspecError(
+            f"{folder}: no such folder, and not exported yet; run 'ovspec export {folder} -o DIR', or in Python pass "
+            "`export=True`."
+        )
     check_ir_folder(folder)
     if is_head_folder(folder):
         kind = "an MTP layer" if is_mtp_folder(folder) else "an EAGLE-3 head"
@@ -45,18 +57,14 @@ def resolve_model_folder(model: str | Path | None) -> Path:
     return folder
 
 
-def export_model_and_draft(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
-    """Export ``model`` and ``draft`` to the cache unless they are there; return (that folder, the draft to load)."""
-    if model is None:
-        raise OvspecError("`export=True` needs the model to export: a checkpoint folder, a GGUF file or a hub id.")
-    if draft and not isinstance(draft, (str, Path)):
-        raise OvspecError("`export=True` needs the draft's checkpoint by name, not `draft=True` or a Drafter.")
-    from ovspec.setup.exporting import export_to_cache
-
-    drafters = set(split_draft_chain(draft)) - {"lookup"}
-    if drafters <= {MTP_DRAFT}:  # which the export keeps by itself
-        return export_to_cache(str(model), MTP_DRAFT if drafters else None), draft
-    return export_to_cache(str(model), str(draft)), True
+def find_folder_in_store(model: str | Path) -> Path | None:
+    """Return the export of a model in the store; None if there is none, or ``model`` is an IR."""
+    if (Path(model) / MODEL_FILE).is_file():
+        return None
+    stored_model = find_model_named_in_store(model)
+    if not stored_model and (source := find_model_source(model)):
+        stored_model = find_stored_model(source.name, source.revision)
+    return stored_model.ir_folder if stored_model else None
 
 
 def resolve_draft(

@@ -28,6 +28,7 @@ from ovspec.ir.device import (
 )
 from ovspec.ir.memory import weights_fit_into_memory
 from ovspec.setup.engine_choice import EngineName
+from ovspec.setup.model_store import name_folder
 from ovspec.setup.paging import check_paged
 from ovspec.setup.profile import (
     EngineSetting,
@@ -152,14 +153,11 @@ def load_or_tune_profile(folder: Path, options: DeviceOptions) -> Profile | None
     profile = read_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
+    name = name_folder(folder)
     if check_weights_file(folder / MODEL_FILE) > MAX_AUTO_TUNED_BYTES:
-        print_note(
-            f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings."
-        )
+        print_note(f"{name}: too large to tune automatically; run 'ovspec tune {name}' to find the fastest settings.")
         return None
-    print_note(
-        f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this."
-    )
+    print_note(f"{name}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this.")
     try:
         return write_cached(find_profile_file(folder, options), tune_model(folder, options, effort=SHORT_EFFORT))
     except OvspecError as error:

@@ -22,7 +22,7 @@ from ovspec_export.distill.documents import Document, read_documents, write_firs
 from ovspec_export.distill.features import write_shard
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER
 from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
-from ovspec_export.sources import find_source
+from ovspec_export.source_lookup import find_source
 from transformers import AutoTokenizer
 
 CERTAIN = -100.0  # log-probability of tokens that aren't the next one

@@ -243,6 +243,8 @@ SHARED: dict[str, Case] = {
     "cache_dir": Case(("--cache-dir", "here"), lambda *_: any(Path("here").rglob("*"))),
     "tune": Case(("--no-tune",), lambda f, b: b.tuned and not f.tuned),
     "verify": Case(("--verify",), refusal("changed since it was exported")),
+    # tests/cli/test_models.py takes one that is exported.
+    "weight_format": Case(("--weight-format", "int4"), refusal("used as it is; leave out --weight-format.")),
 }
 OWN: dict[tuple[str, str], Case] = {
     ("chat", "retries"): Case(
@@ -352,7 +354,7 @@ def test_code_of_a_checkpoint_is_not_run_unasked(run: Callable[..., Outcome]) ->
     config = json.loads(file.read_text(encoding="utf-8")) | {"auto_map": {"AutoModel": "code.Model"}}
     file.write_text(json.dumps(config), encoding="utf-8")
     found = run("export", "with-code", "-o", "out")
-    assert (found.code, "add --trust-remote-code if you trust it" in found.err) == (1, True)
+    assert (found.code, "run 'ovspec export --trust-remote-code' if you trust it" in found.err) == (1, True)
 
 
 # ---------------------------------------------------------------- all of them
@@ -371,10 +373,11 @@ TESTED: dict[str, set[str]] = {
     "export": {*TO_COMPRESSION, *TO_EXPORT, *OTHERS_OF_EXPORT},
     "distill": {*TO_DISTILL},
     "devices": set(),
+    "models": {"prune"},  # tests/cli/test_models.py
     "serve": {*SERVING, *LOADING},  # tests/server/test_serve_options.py
     # tests/cli/test_bench.py runs these.
     "bench": {
-        *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json"),
+        *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json", "weight_format"),
         *RUNTIME_OPTIONS,
     },
 }

@@ -26,7 +26,8 @@ from ovspec_export import Compression, export_pair, gguf_checkpoint
 from ovspec_export.convert import choose_group_size
 from ovspec_export.gguf_checkpoint import write_gguf_weights, write_json_file
 from ovspec_export.gguf_file import read_shard_header
-from ovspec_export.sources import GgufSource, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import GgufSource
 
 import ovspec
 from ovspec.base.errors import OvspecError

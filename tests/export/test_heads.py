@@ -23,7 +23,8 @@ from ovspec_export import heads as torch_heads
 from ovspec_export.head_agreement import check_head_ir
 from ovspec_export.head_layout import is_head_config
 from ovspec_export.heads import EagleHead, convert_head_to_ir, load_head_checkpoint
-from ovspec_export.sources import Source, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import Source
 from ovspec_export.worker import convert_eagle_head
 from safetensors.torch import load_file, save_file
 from test_gguf_checkpoint import LLAMA_CPP

@@ -150,7 +150,7 @@ def refusals(names: Sequence[str], output: Path, endpoint: str, home: Path) -> d
 
 FINDS = """
 import json, sys
-from ovspec_export.sources import find_source
+from ovspec_export.source_lookup import find_source
 
 found = map(find_source, sys.argv[1:])
 print(json.dumps([[each.name, str(each.path), each.is_ir, each.revision] for each in found]))
@@ -185,7 +185,7 @@ def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
 
 
 CANNOT_BE_HAD = {
-    "org/nothing": "neither a folder here nor a model on the Hugging Face hub; check the spelling",
+    "org/nothing": "no such folder, and no such model on the Hugging Face hub; check the spelling",
     "org/gated": "the model is gated",
     "org/model@nowhen": "the model has no revision nowhen; name a commit, a tag or a branch",
     "org/model@": "no revision after the @",
@@ -208,8 +208,10 @@ def test_what_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> No
     again = refusals(["org/model", *CANNOT_BE_EXPORTED], tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
     for found in (told, again):
         assert all(message in found[name] for name, message in CANNOT_BE_EXPORTED.items()), found
-    assert again["org/model"].startswith("Error: org/model: neither a folder here nor in the hub's cache")
-    assert again["org/model"].endswith("check the network.")
+    assert again["org/model"].startswith("Error: org/model: no such folder, and not whole in the hub's cache")
+    assert again["org/model"].endswith(
+        "check the network, and the same command goes on with the files that were fetched."
+    )
     for name in CANNOT_BE_EXPORTED:
         asked = [path for path in REQUESTED if f"/{name}/" in path]
         assert any(path.endswith("/config.json") for path in asked)

@@ -16,7 +16,7 @@ from ovspec_export import Compression, export_pair
 from ovspec_export.checkpoint_weights import CheckpointWeights, read_quantisation
 from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
 from ovspec_export.packed_weights import PackedWeights
-from ovspec_export.sources import find_source
+from ovspec_export.source_lookup import find_source
 from packed_checkpoints import (
     Rounded,
     awq_tensors,

@@ -24,7 +24,8 @@ from ovspec_export.export_plan import resolve_compression
 from ovspec_export.gguf_checkpoint import write_kept_gguf_checkpoint
 from ovspec_export.heads import read_target_embedding
 from ovspec_export.kept_weights import FORMS_FILE, WEIGHTS_FILE
-from ovspec_export.sources import GgufSource, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import GgufSource
 from peers.install import python_of
 from quantised_gguf import EXACT, NEARLY_EXACT, quantise_file
 from safetensors.torch import load_file

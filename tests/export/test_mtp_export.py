@@ -15,7 +15,8 @@ from families import FAMILIES, VOCAB
 from family_models import warm_jobs
 from ovspec_export import export_pair, mtp_vocabulary
 from ovspec_export.mtp_layout import find_mtp_layers
-from ovspec_export.sources import MtpSource, find_own_mtp_layer, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import MtpSource, find_own_mtp_layer
 from safetensors.torch import load_file, save_file
 
 import ovspec

@@ -16,7 +16,7 @@ from mxfp4 import make_gpt_oss
 from ovspec_export import Compression, export_pair
 from ovspec_export import export as exporting
 from ovspec_export.quantised import check_quantisation, load_checkpoint_model
-from ovspec_export.sources import find_source
+from ovspec_export.source_lookup import find_source
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

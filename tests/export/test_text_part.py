@@ -21,7 +21,7 @@ from ovspec_export import Compression, export_pair, patches, worker
 from ovspec_export.environments import Environment
 from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.families import TEXT_MODEL_CLASSES, TEXT_ONLY_FAMILIES
-from ovspec_export.sources import find_source
+from ovspec_export.source_lookup import find_source
 from ovspec_export.text_part import extract_text_model
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel

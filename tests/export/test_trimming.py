@@ -15,7 +15,8 @@ from ovspec_export import Compression, export_pair
 from ovspec_export.distill import trimming
 from ovspec_export.distill.trimming import compute_missing_share, trim_draft_model
 from ovspec_export.draft_vocabulary import DRAFT_VOCABULARY_FILE, choose_most_used_ids
-from ovspec_export.sources import GgufSource, HeadSource, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import GgufSource, HeadSource
 
 import ovspec
 from ovspec.base.errors import OvspecError

@@ -16,6 +16,7 @@ from ovspec.cli import cli
 from ovspec.cli import serve as command_module
 from ovspec.params.loading import LOAD_OPTIONS, make_load_params
 from ovspec.params.serving import SERVE_OPTIONS
+from ovspec.setup import exporting
 
 
 @pytest.fixture
@@ -34,6 +35,12 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
         seen.update(vars(options), lm=lm, names=names, keys=keys)
         opened.close()
 
+    def prepare(model: str, draft: Any, weight_format: Any) -> tuple[Path, Any]:
+        seen["weight_format"] = weight_format
+        return Path(model), draft
+
+    monkeypatch.setattr(exporting, "find_exported_model", lambda *_: ())
+    monkeypatch.setattr(exporting, "find_or_export_model", prepare)
     monkeypatch.setattr(command_module, "load_model", load)
     monkeypatch.setattr("ovspec.server.server.serve", serve)
 

@@ -46,4 +46,5 @@ LOADING: dict[str, tuple[list[str], Any]] = {
     "lookup_corpus": (["--lookup-corpus", "corpus"], ["corpus"]),
     "cache_memory": (["--cache-memory", "0.25"], 0.25),
     "verify": (["--verify"], True),
+    "weight_format": (["--weight-format", "int4"], "int4"),
 }

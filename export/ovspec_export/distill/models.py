@@ -18,14 +18,8 @@ from ovspec_export.distill.trimming import check_trimmable
 from ovspec_export.draft_vocabulary import choose_most_used_ids
 from ovspec_export.head_fit import check_head_fits
 from ovspec_export.head_layout import choose_new_head_tap_layers
-from ovspec_export.sources import (
-    GgufSource,
-    HeadSource,
-    MtpSource,
-    Source,
-    check_can_be_unpacked,
-    find_source,
-)
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import GgufSource, HeadSource, MtpSource, Source, check_can_be_unpacked
 from ovspec_export.tokenizers import check_pair_vocabularies
 
 HeadKind = Literal["head", "mtp"]

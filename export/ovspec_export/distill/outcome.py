@@ -9,7 +9,9 @@ from ovspec.base.files import read_json
 from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note, show_step
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.setup.known_drafts import remember_distilled_draft
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
+from ovspec.setup.model_names import require_model_source
 from ovspec_export.distill import stages
 from ovspec_export.distill.card import read_record
 from ovspec_export.distill.gain_benchmark import describe_missing_gain, is_new_draft_fastest
@@ -44,6 +46,8 @@ def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOu
         return DistillOutcome.NOTHING_GAINED
     print_note(f"{plan.output}: finished")
     add_draft_to_target(plan, work_folder.result_ir, manifest.target)
+    if not plan.target.is_ir:
+        remember_distilled_draft(require_model_source(plan.options.model).name, plan.output)
     return DistillOutcome.GAINED
 
 

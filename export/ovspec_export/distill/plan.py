@@ -29,7 +29,8 @@ from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.work_folder import DistillSettings, check_settings, read_work_header
 from ovspec_export.draft_vocabulary import read_proposed_ids
 from ovspec_export.folders import check_disk_space
-from ovspec_export.sources import HeadSource, MtpSource, Source, check_can_be_unpacked, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import HeadSource, MtpSource, Source, check_can_be_unpacked
 
 DEFAULT_DRAFT_VOCABULARY = 16384
 DEFAULT_MINUTES = 180.0

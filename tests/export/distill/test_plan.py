@@ -16,7 +16,7 @@ from heads import write_head
 from ovspec_export.distill import stages
 from ovspec_export.distill.plan import DistillOptions, estimate_memory, make_plan
 from ovspec_export.mtp import make_new_mtp_layer, save_mtp_layer
-from ovspec_export.sources import find_source
+from ovspec_export.source_lookup import find_source
 from safetensors.torch import load_file, save_file
 
 from ovspec.base.errors import OvspecError

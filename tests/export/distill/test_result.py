@@ -21,7 +21,8 @@ from ovspec_export.distill.gain_benchmark import (
     measure_gain,
     read_held_out_prompts,
 )
-from ovspec_export.sources import HeadSource, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import HeadSource
 
 import ovspec
 from ovspec.base.errors import OvspecError

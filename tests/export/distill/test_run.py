@@ -24,7 +24,8 @@ from ovspec_export.distill import result as results
 from ovspec_export.distill.card import read_record
 from ovspec_export.distill.run import compute_round_ends, estimate_text_seconds
 from ovspec_export.distill.work_folder import StageFigures, WorkFolder
-from ovspec_export.sources import HeadSource, find_source
+from ovspec_export.source_lookup import find_source
+from ovspec_export.sources import HeadSource
 from ovspec_export.worker import subtract_startup_time
 
 import ovspec

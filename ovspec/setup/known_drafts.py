@@ -1,0 +1,41 @@
+"""The drafts that are known for a model: those that 'ovspec distill' made here, and those of the known pairs."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ovspec.base.files import read_cached, write_cached
+from ovspec.ir.device import default_cache_dir
+from ovspec.setup.known_pairs import read_known_pairs
+
+
+@dataclass(frozen=True)
+class DistilledDraft:
+    """A result of 'ovspec distill'. source: of its target, as in the store. folder: the result's."""
+
+    source: str
+    folder: str
+
+
+def remember_distilled_draft(source: str, folder: Path) -> None:
+    """Note that a head or draft was made for a source; ``find_known_draft`` names the last one of a source."""
+    write_cached(note_path(source), DistilledDraft(source, str(folder.resolve())))
+
+
+def find_known_draft(source: str, only_head: bool = False) -> str | None:
+    """Return the draft that is known for a source: the folder of a distilled one, or a hub id; None if none is known.
+
+    ``only_head``: only an EAGLE-3 head.
+    """
+    distilled = read_cached(DistilledDraft, note_path(source))
+    if distilled and (Path(distilled.folder) / "config.json").is_file():
+        return distilled.folder
+    pairs = [pair for pair in read_known_pairs().values() if pair.target == source]
+    names = [pair.eagle3 if only_head else pair.draft or pair.eagle3 for pair in pairs]
+    return next(filter(None, names), None)
+
+
+def note_path(source: str) -> Path:
+    return default_cache_dir() / "distilled" / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,96 @@
+"""The models that names refer to: folders, GGUF files, hub ids, short names of known pairs, and names in the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.hub_names import MAIN_REVISION, HubName, parse_hub_name
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder
+from ovspec.setup.identity import compute_files_revision, list_model_files
+from ovspec.setup.known_pairs import read_known_pairs
+from ovspec.setup.model_store import StoredModel, list_stored_models
+
+CHECKPOINT_PATTERNS = ("config.json", "*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be exported.
+
+    name: the absolute path of a folder or GGUF file, or a hub id without its revision.
+    revision: the requested revision of a hub id, None for its main branch; of a path a checksum of its files.
+    """
+
+    name: str
+    revision: str | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path."""
+        return Path(self.name).is_absolute()
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is in a GGUF file, which has neither a head nor an MTP layer."""
+        hub = None if self.is_local else parse_hub_name(self.name)
+        return bool(hub.quantization if hub else Path(self.name).is_file())
+
+    @property
+    def full_name(self) -> str:
+        """The name by which it is exported, with the revision of a hub id."""
+        hub = None if self.is_local else parse_hub_name(self.name)
+        return str(HubName(hub.repository, self.revision, hub.quantization)) if hub else self.name
+
+    @property
+    def short_name(self) -> str:
+        """The name of the folder, the file or the model, without where it is."""
+        return Path(self.name).name.removesuffix(".gguf").replace(":", "-")
+
+
+def is_ir(model: str | Path) -> bool:
+    """Return whether ``model`` is the folder of an IR."""
+    return (Path(model) / MODEL_FILE).is_file()
+
+
+def find_model_source(model: str | Path) -> ModelSource | None:
+    """Return the model that a name refers to if it can be exported; None for a name that refers to none.
+
+    A path that exists goes before a short name of ``ovspec export --list``, and that before a hub id.
+
+    Raises:
+        OvspecError: it is the path of something else.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        is_checkpoint = path.is_dir() and any(True for pattern in CHECKPOINT_PATTERNS for _ in path.glob(pattern))
+        if not is_ir(path) and not is_checkpoint and path.suffix.lower() != ".gguf":
+            check_ir_folder(path)
+        if path.is_file():
+            path = list_model_files(path)[0]
+        return ModelSource(str(path.resolve()), compute_files_revision(path))
+    name = Path(model).as_posix()
+    pair = read_known_pairs().get(name)
+    hub = parse_hub_name(pair.target if pair else name)
+    if not hub:
+        return None
+    revision = None if hub.revision == MAIN_REVISION else hub.revision
+    return ModelSource(str(HubName(hub.repository, None, hub.quantization)), revision)
+
+
+def require_model_source(model: str | Path) -> ModelSource:
+    """Return the model that a name refers to; raises OvspecError if there is none that can be exported."""
+    if source := find_model_source(model):
+        return source
+    raise OvspecError(
+        f"{model}: no such folder or file; name a folder, a GGUF file, a hub id like 'org/model', or a model that "
+        "'ovspec models' lists."
+    )
+
+
+def find_model_named_in_store(model: str | Path) -> StoredModel | None:
+    """Return the model of this name in the store; a path that exists goes before it."""
+    if Path(model).exists():
+        return None
+    return next((stored for stored in list_stored_models() if stored.name == str(model)), None)
