@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
+from ovspec_export.experts import find_expert_stacks, join_experts, join_matrices, list_expert_layers
 from ovspec_export.kept_weights import check_numbers
 from ovspec_export.mtp_layout import find_mtp_layers
 from ovspec_export.packed_layouts import (
@@ -25,6 +27,7 @@ from ovspec_export.packed_layouts import (
 from ovspec_export.packed_weights import PackedWeights
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -127,7 +130,7 @@ class CheckpointWeights:
     layer_count: the model has only so many of the checkpoint's layers; None for all.
 
     Raises:
-        OvspecError: the model has no place for a tensor.
+        OvspecError: the model has no place for a tensor, or its experts can't be kept.
     """
 
     def __init__(
@@ -151,14 +154,26 @@ class CheckpointWeights:
         for mtp_names in find_mtp_layers(list(self._files), model.config.to_dict()):
             for name in mtp_names:
                 self._files.pop(name, None)  # the model has no place for it; it is a draft
-        self._shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
+        self._parameter_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
+        self._expert_stacks = find_expert_stacks(self._parameter_shapes)
+        self._expert_layers: dict[str, list[str]] = {}  # by their matrix
+        self._shapes = dict(self._parameter_shapes)
+        for name, stack in self._expert_stacks.items():
+            del self._shapes[name]
+            for matrix in stack.matrices:
+                self._expert_layers[matrix] = list_expert_layers(matrix, stack.shape[0])
+                self._shapes |= dict.fromkeys(self._expert_layers[matrix], stack.shape[1:])
         mark, *_ = PACKED_PARTS[quantisation.layout]
         self._layers = {f"{name.removesuffix(mark)}weight" for name in self._files if name.endswith(f".{mark}")}
         self._check_names()
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter that the checkpoint has."""
-        return {name: shape for name, shape in self._shapes.items() if name in self._layers or name in self._files}
+        return {
+            name: shape
+            for name, shape in self._parameter_shapes.items()
+            if all(part in self._layers or part in self._files for part in self._list_parts(name))
+        }
 
     def list_matrices(self) -> dict[str, bool]:
         """Return the matrices in integers or 16 bits; none is transposed."""
@@ -171,12 +186,15 @@ class CheckpointWeights:
 
     def describe_kind(self, name: str) -> str:
         """Return the name of the method, or of a float's type."""
+        name, *_ = self._expert_layers.get(name, [name])
         return self._quantisation.layout if name in self._layers else self._stored_dtypes[name]
 
     def read_values(self, name: str) -> np.ndarray:
         """Return the values of a parameter, float32."""
+        if stack := self._expert_stacks.get(name):
+            return join_matrices(stack, self._unpack_experts)
         if name in self._layers:
-            return self._read_layer(name).unpack()
+            return self._read_layers([name])[0].unpack()
         values = self._read_tensor(name)
         if not np.isfinite(values).all():
             raise OvspecError(f"{self._folder}: its tensor {name} has values that are infinite or not numbers.")
@@ -184,16 +202,60 @@ class CheckpointWeights:
 
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:  # noqa: ARG002
         """Return a matrix as ``KeptWeights`` says."""
-        if name in self._layers:
-            return self._read_layer(name)
-        if self._stored_dtypes[name] == "BF16":
-            return self._read_bf16_bits(name)
-        return self._read_tensor(name)
+        names = self._expert_layers.get(name, [name])
+        packed_count = sum(layer in self._layers for layer in names)
+        if packed_count == len(names):
+            layers = self._read_layers(names)
+            return layers[0] if names == [name] else self._join_experts(name, layers)
+        dtypes = {self._stored_dtypes.get(layer) for layer in names}
+        if packed_count or len(dtypes) > 1:
+            raise OvspecError(f"{self._folder}: of its experts {name}, only some are quantised, which can't be kept.")
+        tensors = self._read_bf16_bits(names) if dtypes == {"BF16"} else self._read_tensors(names)
+        return tensors[name] if names == [name] else np.concatenate([tensors[layer] for layer in names])
 
-    def _read_layer(self, name: str) -> PackedWeights:
-        prefix = name.removesuffix("weight")
+    def _unpack_experts(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the values of each expert in a matrix, float32."""
+        weights = self.read_matrix(name, False)
+        for rows in np.split(np.arange(weights.shape[0]), len(self._expert_layers[name])):
+            if isinstance(weights, PackedWeights):
+                yield weights.take_rows(rows).unpack()
+            elif weights.dtype == np.uint16:
+                yield (weights[rows].astype(np.uint32) << 16).view(np.float32)
+            else:
+                yield weights[rows].astype(np.float32)
+
+    def _join_experts(self, name: str, experts: list[PackedWeights]) -> PackedWeights:
+        try:
+            if experts[0].element_type == "nf4":
+                raise ValueError("integers in NF4, which OpenVINO would make floats of")
+            return join_experts(experts)
+        except ValueError as error:
+            raise OvspecError(
+                f"{self._folder}: the weights of its experts {name} can't be kept: they have {error}; name the "
+                "checkpoint that isn't quantised, and compress that."
+            ) from None
+
+    def _list_parts(self, name: str) -> list[str]:
+        """Return the names in the files of a parameter: its own, or those of each expert's layers."""
+        stack = self._expert_stacks.get(name)
+        return [layer for matrix in stack.matrices for layer in self._expert_layers[matrix]] if stack else [name]
+
+    def _read_layers(self, names: list[str]) -> list[PackedWeights]:
+        """Return the weights of quantised layers."""
+        prefixes = [name.removesuffix("weight") for name in names]
         parts = PACKED_PARTS[self._quantisation.layout]
-        tensors = {part: self._read_tensor(f"{prefix}{part}") for part in parts if f"{prefix}{part}" in self._files}
+        tensors = self._read_tensors(
+            f"{prefix}{part}" for prefix in prefixes for part in parts if f"{prefix}{part}" in self._files
+        )
+        return [
+            self._unpack_layer(
+                name, {part: tensors[f"{prefix}{part}"] for part in parts if f"{prefix}{part}" in tensors}
+            )
+            for name, prefix in zip(names, prefixes, strict=True)
+        ]
+
+    def _unpack_layer(self, name: str, tensors: dict[str, np.ndarray]) -> PackedWeights:
+        prefix = name.removesuffix("weight")
         readers: dict[str, Callable[[], PackedWeights]] = {
             "gptq": lambda: read_gptq(tensors, self._quantisation.bits, self._quantisation.zero_shift),
             "awq": lambda: read_awq(tensors, self._quantisation.bits),
@@ -214,31 +276,50 @@ class CheckpointWeights:
         return packed
 
     def _read_tensor(self, name: str) -> np.ndarray:
-        """Return a tensor as it is stored, in bf16 as f32."""
+        return self._read_tensors([name])[name]
+
+    def _read_tensors(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Return tensors as they are stored, but those in bf16 as f32."""
         import torch
+
+        return {
+            name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+            for name, tensor in self._load_tensors(names)
+        }
+
+    def _read_bf16_bits(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        import torch
+
+        return {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in self._load_tensors(names)}
+
+    def _load_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name and its tensor; each file is opened once, as its header takes time to read."""
         from safetensors import safe_open
 
-        with safe_open(self._files[name], "pt") as tensors:
-            tensor = tensors.get_tensor(name)
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-    def _read_bf16_bits(self, name: str) -> np.ndarray:
-        import torch
-        from safetensors import safe_open
-
-        with safe_open(self._files[name], "pt") as tensors:
-            return tensors.get_tensor(name).view(torch.int16).numpy().view(np.uint16)
+        names_by_file: defaultdict[Path, list[str]] = defaultdict(list)
+        for name in names:
+            names_by_file[self._files[name]].append(name)
+        for file, file_names in names_by_file.items():
+            with safe_open(file, "pt") as tensors:
+                for name in file_names:
+                    yield name, tensors.get_tensor(name)
 
     def _check_names(self) -> None:
         """Raise OvspecError for a tensor that has no place in the model."""
         parts = ("weight", *PACKED_PARTS[self._quantisation.layout], *IGNORED_PARTS)
         prefixes = {name.removesuffix("weight") for name in self._layers if name in self._shapes}
         names_of_layers = {f"{prefix}{part}" for prefix in prefixes for part in parts}
-        for name in self._files:
-            if name in self._shapes or name in names_of_layers or name.endswith(IGNORED_PARTS):
-                continue
-            # AutoGPTQ writes biases of zeros for layers that have none.
-            prefix, _, part = name.rpartition(".")
-            if part == "bias" and f"{prefix}.weight" in self._layers and not self._read_tensor(name).any():
-                continue
-            raise OvspecError(f"{self._folder}: its tensor {name} has no place in a model of its family.")
+        names_without_place = [
+            name
+            for name in self._files
+            if name not in self._shapes and name not in names_of_layers and not name.endswith(IGNORED_PARTS)
+        ]
+        # AutoGPTQ writes biases of zeros for layers that have none.
+        bias_names = [
+            name
+            for name in names_without_place
+            if name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in self._layers
+        ]
+        zero_biases = {name for name, bias in self._load_tensors(bias_names) if not bias.any()}
+        if unknown_name := next((name for name in names_without_place if name not in zero_biases), None):
+            raise OvspecError(f"{self._folder}: its tensor {unknown_name} has no place in a model of its family.")

@@ -17,10 +17,9 @@ from ovspec_export.convert import choose_group_size, compute_layer_share, estima
 from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids
 from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.folders import check_disk_space, check_output_folder
-from ovspec_export.gguf_weights import find_unkept_tensor
 from ovspec_export.head_fit import check_head_fits
 from ovspec_export.source_lookup import find_source
-from ovspec_export.sources import GgufSource, HeadSource, Source, check_can_be_unpacked, find_own_mtp_layer
+from ovspec_export.sources import HeadSource, Source, check_can_be_unpacked, find_own_mtp_layer
 from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templates
 
 
@@ -135,23 +134,14 @@ def resolve_compression(source: Source, compression: Compression | None) -> Comp
         return compression
     if source.is_ir:
         return INT8
-    obstacle = find_keep_obstacle(source)
-    if obstacle is None:
+    if source.is_quantised:
         return KEPT
     if compression is not None:
-        raise OvspecError(f"{source.name}: {obstacle}; name another `weight_format` than '{KEEP}'.")
-    if source.is_quantised:
-        print_note(f"{source.name}: {obstacle}; they are quantised anew to {INT8.weight_format}")
+        raise OvspecError(
+            f"{source.name}: its weights aren't quantised, and can't be kept; name another `weight_format` than "
+            f"'{KEEP}'."
+        )
     return INT8
-
-
-def find_keep_obstacle(source: Source) -> str | None:
-    """Return why the weights of a source can't be kept as they are, or None if they can be."""
-    if not source.is_quantised:
-        return "its weights aren't quantised, and can't be kept"
-    if isinstance(source, GgufSource) and (tensor := find_unkept_tensor(source.gguf_headers)):
-        return f"its weights of experts ({tensor}) can't be kept"
-    return None
 
 
 def find_draft_source(

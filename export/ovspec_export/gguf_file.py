@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,14 @@ class TensorInfo:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         return GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
+
+    def list_parts(self) -> list[TensorInfo]:
+        """Return the tensors without its first axis that follow each other in it."""
+        part_bytes = math.prod(self.stored_byte_shape[1:])
+        return [
+            replace(self, offset=self.offset + number * part_bytes, shape=self.shape[1:])
+            for number in range(self.shape[0])
+        ]
 
     def read_bytes(self) -> np.ndarray:
         """Return its bytes, of the shape ``stored_byte_shape``."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
+from ovspec_export.experts import find_expert_stacks, join_experts, join_matrices
 from ovspec_export.gguf_blocks import read_packed_weights
 from ovspec_export.gguf_file import GgufHeaders, TensorInfo
 from ovspec_export.kept_weights import check_numbers, quantise_to_int8
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 # Tensors that became config.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-FLOAT_DTYPES = {"F16": np.float16, "BF16": np.uint16}
+FLOAT_DTYPES = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}
 KEEP_ADVICE = "name a weight format with `weight_format`"
 
 
@@ -31,8 +32,8 @@ class Placement:
     """Where a tensor of the file goes. row_order: (rows,), the file's row of each row; None for the same order."""
 
     file_name: str
-    row_order: np.ndarray | None
-    is_transposed: bool
+    row_order: np.ndarray | None = None
+    is_transposed: bool = False
 
 
 class GgufWeights:
@@ -54,14 +55,21 @@ class GgufWeights:
         with make_name_tables_once():
             self._hf_names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
         self._hf_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
-        self._placements: dict[str, Placement] = {}
+        self._expert_stacks = find_expert_stacks(self._hf_shapes)
+        self._placements: dict[str, Placement] = {}  # of parameters, and of the matrices of experts
         for name in headers.tensors:
             if name not in CONFIG_TENSORS and (layer_count is None or parse_layer_number(name) < layer_count):
-                self._place(name)
+                place = self._place_experts if "_exps." in name else self._place
+                place(name)
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter that the file has."""
-        return {name: self._hf_shapes[name] for name in self._placements}
+        return {
+            name: shape
+            for name, shape in self._hf_shapes.items()
+            if name in self._placements
+            or (name in self._expert_stacks and self._placements.keys() >= {*self._expert_stacks[name].matrices})
+        }
 
     def list_matrices(self) -> dict[str, bool]:
         """Return the matrices that aren't stored in f32, as ``KeptWeights`` says."""
@@ -77,13 +85,24 @@ class GgufWeights:
 
     def read_values(self, name: str) -> np.ndarray:
         """Return the values of a parameter, float32."""
-        placement = self._placements[name]
-        _, values = self._process(placement.file_name, self._get_info(name).read_values())
-        values = np.ascontiguousarray(values, np.float32).reshape(self._hf_shapes[name])
+        if stack := self._expert_stacks.get(name):
+            return join_matrices(stack, self._read_experts)
+        stored_values = self._read_finite_values(name, self._get_info(name))
+        _, values = self._process(self._placements[name].file_name, stored_values)
+        return np.ascontiguousarray(values, np.float32).reshape(self._hf_shapes[name])
+
+    def _read_experts(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the values of each expert in a matrix, float32."""
+        for expert in self._get_info(name).list_parts():
+            yield self._read_finite_values(name, expert)
+
+    def _read_finite_values(self, name: str, info: TensorInfo) -> np.ndarray:
+        """Return the values of a tensor or a part of it in the file's layout, float32."""
+        values = info.read_values()
         if not np.isfinite(values).all():
             raise OvspecError(
-                f"{self._headers.path}: a weight of its tensor {placement.file_name} is infinite or not a number; "
-                "download it again."
+                f"{self._headers.path}: a weight of its tensor {self._placements[name].file_name} is infinite or not a "
+                "number; download it again."
             )
         return values
 
@@ -92,16 +111,29 @@ class GgufWeights:
         info = self._get_info(name)
         placement = self._placements[name]
         if info.type_name in FLOAT_DTYPES:
-            stored = info.read_bytes().view(FLOAT_DTYPES[info.type_name])
+            stored = info.read_bytes().view(FLOAT_DTYPES[info.type_name]).reshape(-1, info.shape[-1])
             return stored if placement.row_order is None else stored[placement.row_order]
-        packed = read_packed_weights(info.read_bytes(), info.type_name, with_offsets)
+        blocks = info.read_bytes()
+        packed = read_packed_weights(blocks.reshape(-1, blocks.shape[-1]), info.type_name, with_offsets)
         if packed is None:
-            packed = quantise_to_int8(info.read_values())
+            matrices = info.list_parts() if len(info.shape) > 2 else [info]
+            packed = join_experts([quantise_to_int8(matrix.read_values()) for matrix in matrices])
         check_numbers(packed, placement.file_name, str(self._headers.path))
         return packed if placement.row_order is None else packed.take_rows(placement.row_order)
 
     def _get_info(self, name: str) -> TensorInfo:
         return self._headers.tensors[self._placements[name].file_name]
+
+    def _place_experts(self, name: str) -> None:
+        """Find the place of a tensor of experts by the rows of a parameter that an expert of one weight gets."""
+        info = self._headers.tensors[name]
+        hf_name, rows = self._process(name, np.ones((1, 1, 1), np.float32))
+        stack = self._expert_stacks.get(hf_name or "")
+        if stack is None or rows.shape != (1, len(stack.matrices), 1):
+            raise self._make_place_error(name)
+        if info.shape != stack.shape:
+            raise self._make_shape_error(name, stack.shape)
+        self._placements[stack.matrices[int(rows.argmax())]] = Placement(name)
 
     def _place(self, name: str) -> None:
         """Find a tensor's parameter and, by numbers of its rows, what the parameter's rows are."""
@@ -111,10 +143,7 @@ class GgufWeights:
         probe = np.arange(row_count, dtype=np.float32)[:, None] if is_kept else np.zeros(info.shape, np.float32)
         hf_name, rows = self._process(name, probe)
         if hf_name is None or hf_name not in self._hf_shapes:
-            raise OvspecError(
-                f"{self._headers.path}: its tensor {name} has no place in a model of the family "
-                f"{self._headers.architecture}."
-            )
+            raise self._make_place_error(name)
         is_transposed = is_kept and len(rows) == 1
         row_order = rows.reshape(-1).astype(np.int64) if is_kept else None
         if row_order is not None and np.array_equal(row_order, np.arange(row_count)):
@@ -127,10 +156,19 @@ class GgufWeights:
     def _check_shape(self, name: str, info: TensorInfo, hf_name: str, is_transposed: bool) -> None:
         stored_shape = [size for size in (reversed(info.shape) if is_transposed else info.shape) if size > 1]
         if stored_shape != [size for size in self._hf_shapes[hf_name] if size > 1]:
-            raise OvspecError(
-                f"{self._headers.path}: its tensor {name} has the shape {list(info.shape)}, and the model's has "
-                f"{list(self._hf_shapes[hf_name])}; download it again."
-            )
+            raise self._make_shape_error(name, self._hf_shapes[hf_name])
+
+    def _make_place_error(self, name: str) -> OvspecError:
+        return OvspecError(
+            f"{self._headers.path}: its tensor {name} has no place in a model of the family "
+            f"{self._headers.architecture}."
+        )
+
+    def _make_shape_error(self, name: str, model_shape: tuple[int, ...]) -> OvspecError:
+        return OvspecError(
+            f"{self._headers.path}: its tensor {name} has the shape {list(self._headers.tensors[name].shape)}, and the "
+            f"model's has {list(model_shape)}; download it again."
+        )
 
     def _process(self, name: str, values: np.ndarray) -> tuple[str | None, np.ndarray]:
         """Return the name of a tensor's parameter, None for none, and the values in the parameter's layout."""
@@ -162,12 +200,7 @@ def make_name_tables_once() -> Iterator[None]:
 
 def is_kept_matrix(info: TensorInfo) -> bool:
     """Return whether a tensor is stored in the IR as it is: a matrix that isn't in f32."""
-    return len(info.shape) == 2 and min(info.shape) > 1 and (info.is_quantised or info.type_name in FLOAT_DTYPES)
-
-
-def find_unkept_tensor(headers: GgufHeaders) -> str | None:
-    """Return the name of a quantised tensor of several matrices, the weights of all experts; None if there is none."""
-    return next((name for name, info in headers.tensors.items() if info.is_quantised and len(info.shape) > 2), None)
+    return len(info.shape) == 2 and min(info.shape) > 1 and (info.is_quantised or info.type_name in ("F16", "BF16"))
 
 
 def parse_layer_number(name: str) -> int:

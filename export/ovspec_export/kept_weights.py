@@ -26,7 +26,10 @@ QUANTISATION_KEYS = ("quantization_config", "compression_config")  # of configs 
 
 
 class KeptWeights(Protocol):
-    """The weights of a quantised source, by transformers' names of a model's parameters."""
+    """The weights of a quantised source, by transformers' names of a model's parameters.
+
+    Of experts, the matrices of their ``ExpertStack`` have names of their own.
+    """
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter that the source has."""
@@ -35,7 +38,7 @@ class KeptWeights(Protocol):
     def list_matrices(self) -> dict[str, bool]:
         """Return the matrices that are kept, and whether the model has rows and columns the other way round.
 
-        The other parameters are small, and become f32.
+        So are those of experts, which aren't among them. The other parameters are small, and become f32.
         """
         ...
 
@@ -61,10 +64,10 @@ class KeptForms:
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(self, kind: str, weights: PackedWeights | np.ndarray) -> None:
+    def add(self, kind: str, weights: PackedWeights | np.ndarray, matrix_count: int = 1) -> None:
         float_forms = {np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16", np.dtype(np.float32): "f32"}
         form = weights.form if isinstance(weights, PackedWeights) else float_forms[weights.dtype]
-        self.counts[kind, form] += 1
+        self.counts[kind, form] += matrix_count
 
     def write(self, folder: Path) -> None:
         entries = [[kind, form, count] for (kind, form), count in sorted(self.counts.items())]

@@ -115,12 +115,16 @@ def round_to_f16_if_exact(numbers: np.ndarray) -> np.ndarray:
     return halves if np.array_equal(halves.astype(np.float32), numbers) else numbers
 
 
-def make_weights_node(packed: PackedWeights) -> ov.Node:
-    """Return the node that makes the weights, (rows, columns) f32, without offsets and in the stored order."""
-    rows, columns = packed.shape
+def make_weights_node(packed: PackedWeights, expert_count: int | None = None) -> ov.Node:
+    """Return the node that makes the weights, (rows, columns) f32, without offsets and in the stored order.
+
+    expert_count: make it (experts, rows, columns), of which the matrix has the rows of each expert in turn.
+    """
+    row_count, columns = packed.shape
+    rows = [row_count] if expert_count is None else [expert_count, row_count // expert_count]
     groups = packed.scales.shape[1]
-    shape = [rows, columns] if groups == 1 else [rows, groups, columns // groups]
-    group_shape = [rows, 1] if groups == 1 else [rows, groups, 1]
+    shape = [*rows, columns] if groups == 1 else [*rows, groups, columns // groups]
+    group_shape = [*rows, 1] if groups == 1 else [*rows, groups, 1]
     weights = ops.convert(make_integer_constant(packed.integers, shape, packed.element_type), "f32")
     if packed.zero_points is not None and packed.zero_points.dtype == np.float16:
         zero_points = make_constant(packed.zero_points.reshape(group_shape))
@@ -130,7 +134,7 @@ def make_weights_node(packed: PackedWeights) -> ov.Node:
         weights = ops.subtract(weights, ops.convert(zero_points, "f32"))
     scales = make_constant(packed.scales.reshape(group_shape))
     weights = ops.multiply(weights, scales if packed.scales.dtype == np.float32 else ops.convert(scales, "f32"))
-    return weights if groups == 1 else ops.reshape(weights, np.array([rows, columns], np.int64), False)
+    return weights if groups == 1 else ops.reshape(weights, np.array([*rows, columns], np.int64), False)
 
 
 def make_integer_constant(integers: np.ndarray, shape: list[int], element_type: str) -> ov.Node:

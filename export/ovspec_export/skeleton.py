@@ -18,6 +18,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
+from ovspec_export.experts import find_expert_stacks
 from ovspec_export.kept_weights import KeptForms, KeptWeights
 from ovspec_export.packed_weights import PackedWeights, make_constant, make_weights_node
 
@@ -53,6 +54,8 @@ def make_model_without_data(model_class: type[PreTrainedModel], config: Any, **o
 def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dict[str, float]:
     """Give the parameters of a model without data the values of the source, and the kept matrices marked zeros.
 
+    Experts get another width, ``SKELETON_WIDTH``, as a graph has their zeros in memory.
+
     Returns the mark of each matrix.
 
     Raises:
@@ -61,14 +64,22 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
     import torch
 
     matrices = kept.list_matrices()
-    known_names = kept.list_shapes()
+    shapes = kept.list_shapes()
+    expert_stacks = find_expert_stacks(shapes)
     marks: dict[str, float] = {}
+
+    def make_next_zeros(matrix: str, shape: tuple[int, ...]) -> np.ndarray:
+        marks[matrix] = MARK_STEP * (len(marks) + 1)
+        return make_marked_zeros(shape, marks[matrix])
+
     for name, module, parameter_name in iterate_parameters(model):
-        if name not in known_names:
+        if name not in shapes:
             continue
         if name in matrices:
-            marks[name] = MARK_STEP * (len(marks) + 1)
-            values = make_marked_zeros(known_names[name], marks[name])
+            values = make_next_zeros(name, shapes[name])
+        elif stack := expert_stacks.get(name):
+            parts = [make_next_zeros(matrix, stack.skeleton_shape) for matrix in stack.matrices]
+            values = np.concatenate(parts, axis=1)
         else:
             values = kept.read_values(name)
         module._parameters[parameter_name] = torch.nn.Parameter(torch.from_numpy(values), requires_grad=False)
@@ -77,21 +88,21 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
     if missing_names:
         raise OvspecError(f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all).")
     # A matrix that is tied to another is that.
-    remaining_names = {name for name, _ in model.named_parameters()}
-    return {name: mark for name, mark in marks.items() if name in remaining_names}
+    tied_names = matrices.keys() - {name for name, _ in model.named_parameters()}
+    return {name: mark for name, mark in marks.items() if name not in tied_names}
 
 
 def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
     """Return a matrix whose first row begins with the mark twice, so that it is found even if it is transposed.
 
-    The system gives it memory only where it is written; numpy.zeros may write all of an array.
+    Of experts, each has such a row. The system gives it memory only where it is written; numpy.zeros may write all.
     """
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, 4 * math.prod(shape), **private)
     with contextlib.suppress(AttributeError, OSError):  # not on every system
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     values = np.frombuffer(memory, np.float32).reshape(shape)
-    values[0, :2] = mark
+    values[..., 0, :2] = mark
     return values
 
 
@@ -104,9 +115,9 @@ def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
 
 
 def read_matrices_when_used(model: PreTrainedModel, kept: KeptWeights) -> None:
-    """Let each module of a skeleton read its matrix when it is computed, and drop it afterwards."""
-    matrices = kept.list_matrices()
-    names = {id(parameter): name for name, parameter in model.named_parameters() if name in matrices}
+    """Let each module of a skeleton read its matrices when it is computed, and drop them afterwards."""
+    read_names = kept.list_matrices().keys() | find_expert_stacks(kept.list_shapes()).keys()
+    names = {id(parameter): name for name, parameter in model.named_parameters() if name in read_names}
     for module in model.modules():
         for parameter_name, parameter in module._parameters.items():
             if name := names.get(id(parameter)):
@@ -158,10 +169,15 @@ class GraphFiller:
             )
         for name, nodes in constants.items():
             weights = self.kept.read_matrix(name, name in self.product_only)
-            self.forms.add(self.kept.describe_kind(name), weights)
-            weights_node = make_float_node(weights) if isinstance(weights, np.ndarray) else make_weights_node(weights)
+            shape = nodes[0].get_output_shape(0)
+            expert_count = shape[0] if len(shape) == 3 else None
+            self.forms.add(self.kept.describe_kind(name), weights, expert_count or 1)
+            if isinstance(weights, np.ndarray):
+                weights_node = make_float_node(weights, expert_count)
+            else:
+                weights_node = make_weights_node(weights, expert_count)
             for node in nodes:
-                is_transposed = matrices[name] != (not node.data[0, 1])  # type: ignore[attr-defined]
+                is_transposed = matrices.get(name, False) != (not get_first_matrix(node)[0, 1])
                 for port in node.output(0).get_target_inputs():
                     self._replace_use(port, weights, weights_node, name, is_transposed)
         self.model.validate_nodes_and_infer_types()
@@ -173,7 +189,7 @@ class GraphFiller:
         for node in self.model.get_ordered_ops():
             if node.get_type_name() != "Constant" or node.get_element_type() != ov.Type.f32:
                 continue
-            values = node.data  # type: ignore[attr-defined]
+            values = get_first_matrix(node)
             if values.ndim != 2 or min(values.shape) < 2 or {values[0, 1], values[1, 0]} != {values[0, 0], 0}:
                 continue
             if (name := names_by_mark.get(float(values[0, 0]))) is not None:
@@ -192,9 +208,13 @@ class GraphFiller:
         consumer = port.get_node()
         attributes = consumer.get_attributes()
         is_product = consumer.get_type_name() == "MatMul" and port.get_index() == 1 and not attributes["transpose_a"]
-        if not is_product or attributes["transpose_b"] == is_transposed:
-            if isinstance(weights, PackedWeights) and (weights.column_order is not None or weights.offsets is not None):
-                raise OvspecError(f"its weights can't be kept, as {name} is used by {consumer.get_type_name()}")
+        takes_rows = is_product and attributes["transpose_b"] != is_transposed
+        is_plain = not isinstance(weights, PackedWeights) or (weights.column_order is None and weights.offsets is None)
+        is_stack = len(weights_node.get_output_shape(0)) > 2
+        if (not is_plain and not takes_rows) or (is_stack and (is_transposed or not takes_rows)):
+            raise OvspecError(f"its weights can't be kept, as {name} is used by {consumer.get_type_name()}")
+        if is_plain and not (takes_rows and is_transposed):
+            # Without a new product: the values of experts don't have their true width before all are replaced.
             if is_transposed:
                 weights_node = ops.transpose(weights_node, np.array([1, 0]))
             port.replace_source_output(weights_node.output(0))
@@ -206,6 +226,12 @@ class GraphFiller:
             product = ops.matmul(values, weights_node, False, True)
         product.set_friendly_name(consumer.get_friendly_name())
         consumer.output(0).replace(product.output(0))
+
+
+def get_first_matrix(constant: ov.Node) -> np.ndarray:
+    """Return the values of a constant; of a stack of matrices, those of the first."""
+    values: np.ndarray = constant.data  # type: ignore[attr-defined]
+    return values[0] if values.ndim == 3 and len(values) else values
 
 
 # ---------------------------------------------------------------- products
@@ -256,8 +282,13 @@ def reorder_values(
     return changed_values[key]
 
 
-def make_float_node(values: np.ndarray) -> ov.Node:
-    """Return a node in f32 of values that are stored in f16, in bf16 as uint16, or in f32."""
+def make_float_node(values: np.ndarray, expert_count: int | None = None) -> ov.Node:
+    """Return a node in f32 of a matrix that is stored in f16, in bf16 as uint16, or in f32.
+
+    expert_count: see ``make_weights_node``.
+    """
+    if expert_count is not None:
+        values = values.reshape(expert_count, -1, values.shape[1])
     if values.dtype != np.uint16:
         constant = make_constant(values)
         return constant if values.dtype == np.float32 else ops.convert(constant, "f32")

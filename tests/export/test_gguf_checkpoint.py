@@ -39,6 +39,8 @@ LLAMA_3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_
 LONG = {"max_position_embeddings": 131072, "rope_theta": 5e5}
 SIX_LAYERS = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 GEMMA_3 = FAMILIES["gemma3_text"].arguments | SIX_LAYERS
+# For types with blocks of 256 weights.
+WIDE_EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 # Name -> the config of a random model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
@@ -54,9 +56,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         GROUPED | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     ),
-    "qwen2_moe": ("Qwen2MoeConfig", FAMILIES["qwen2_moe"].shape(1)),
+    "qwen2_moe": ("Qwen2MoeConfig", FAMILIES["qwen2_moe"].shape(1) | WIDE_EXPERTS),
     "qwen3": ("Qwen3Config", HEADED | {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3MoeConfig", FAMILIES["qwen3_moe"].shape(1) | {"norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", FAMILIES["qwen3_moe"].shape(1) | WIDE_EXPERTS | {"norm_topk_prob": True}),
     "phi3": ("Phi3Config", GROUPED | {"partial_rotary_factor": 0.5}),
     "phi3-longrope": ("Phi3Config", FAMILIES["phi3, longrope"].arguments),
     "gemma2": ("Gemma2Config", FAMILIES["gemma2"].arguments),
@@ -67,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", GROUPED),
     "lfm2": ("Lfm2Config", FAMILIES["lfm2"].arguments),
 }
-QUICK = ("llama", "llama-3", "qwen3")
+QUICK = ("llama", "llama-3", "qwen3", "qwen2_moe")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 

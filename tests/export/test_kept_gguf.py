@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,20 +185,6 @@ def test_weights_without_scales_are_not_kept(files: Path, tmp_path: Path) -> Non
         export_pair(str(files / "llama.gguf"), None, tmp_path / "ir", Compression("keep"))
 
 
-def test_experts_are_quantised_anew(mixed: tuple[Path, dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
-    source = find_source(str(mixed[0]))
-    assert isinstance(source, GgufSource)
-    info = source.gguf_headers.tensors["blk.0.ffn_up.weight"]
-    source.gguf_headers.tensors["blk.0.ffn_up_exps.weight"] = replace(info, shape=(2, *info.shape))
-    assert resolve_compression(source, None) == Compression("int8")
-    assert (
-        "experts (blk.0.ffn_up_exps.weight) can't be kept; they are quantised anew to int8" in capsys.readouterr().err
-    )
-    with pytest.raises(OvspecError, match=r"experts .* can't be kept; name another `weight_format` than 'keep'"):
-        resolve_compression(source, Compression("keep"))
-    assert resolve_compression(source, Compression("int4")) == Compression("int4")
-
-
 def test_damaged_scales_are_refused(
     mixed: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +202,7 @@ def test_damaged_scales_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("moe")])
+@pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_is_kept(name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text is the one of the same weights in torch, in all types of a file that are exact."""
     warm_jobs(monkeypatch)

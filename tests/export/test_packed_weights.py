@@ -161,6 +161,39 @@ def test_constants_that_are_transposed_in_the_graph_are_found() -> None:
     assert np.allclose(product, numbers @ FORMS["Q4_0"].unpack().T, atol=1e-4)
 
 
+EXPERTS = 4  # among whom the rows are divided
+
+
+def product_of_experts(weights: PackedWeights | np.ndarray, turned: bool = False) -> ov.Model:
+    """Return a graph that multiplies its input [experts, tokens, columns] with each expert's rows.
+
+    turned: the rows are columns in the graph.
+    """
+    values = ops.parameter([EXPERTS, -1, COLUMNS], np.float32)
+    zeros = make_marked_zeros((EXPERTS, ROWS // EXPERTS, COLUMNS), MARK_STEP)
+    matrices = ops.constant(np.ascontiguousarray(zeros.swapaxes(1, 2)) if turned else zeros)
+    model = ov.Model([ops.result(ops.matmul(values, matrices, False, not turned))], [values])  # type: ignore[arg-type]
+    filler = GraphFiller(model, OneMatrix(weights))
+    filler.fill({"w": MARK_STEP})
+    assert list(filler.forms.counts.values()) == [EXPERTS]
+    return model
+
+
+@pytest.mark.parametrize("name", [*FORMS, "f16", "f32"])
+def test_products_of_experts_are_of_their_rows(name: str) -> None:
+    weights = FORMS[name] if name in FORMS else FORMS["Q4_0"].unpack().astype(name.replace("f", "float"))
+    rows = weights.unpack() if isinstance(weights, PackedWeights) else weights.astype(np.float32)
+    values = np.random.default_rng(9).normal(size=(EXPERTS, 5, COLUMNS)).astype(np.float32)
+    product = ov.Core().compile_model(product_of_experts(weights), "CPU", PROPERTIES)(values)[0]
+    expected = values @ rows.reshape(EXPERTS, -1, COLUMNS).swapaxes(1, 2)
+    assert np.abs(product - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_experts_are_only_multiplied_by_rows() -> None:
+    with pytest.raises(OvspecError, match="its weights can't be kept, as w is used by MatMul"):
+        product_of_experts(FORMS["Q4_0"], turned=True)
+
+
 def test_floats_of_16_bits_stay_that() -> None:
     bits = (np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32).view(np.uint32) >> 16).astype(
         np.uint16

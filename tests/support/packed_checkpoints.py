@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "demo-hf" / "draft"
 # Values of bitsandbytes' create_normal_map.
@@ -167,9 +167,10 @@ def make_checkpoint(
     folder: Path,
     quantisation: dict[str, Any],
     pack: Callable[[np.ndarray], tuple[dict[str, torch.Tensor], np.ndarray]],
+    family: type[PretrainedConfig] = LlamaConfig,
     **changes: Any,
 ) -> Path:
-    """Write a random Llama with quantised layers into ``folder/packed``, and the same in f32 into ``folder/plain``.
+    """Write a random model with quantised layers into ``folder/packed``, and the same in f32 into ``folder/plain``.
 
     pack: returns the tensors of a layer, and its weights. Return the first folder.
     """
@@ -181,15 +182,27 @@ def make_checkpoint(
     }
     options |= {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 512}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**options | changes)).eval()
+    model = AutoModelForCausalLM.from_config(family(**options | changes)).eval()
     tensors: dict[str, torch.Tensor] = {}
+
+    def add_layer(prefix: str, layer: torch.Tensor) -> torch.Tensor:
+        parts, weights = pack(layer.detach().numpy())
+        tensors.update({f"{prefix}.{part}": tensor for part, tensor in parts.items()})
+        return torch.from_numpy(weights)
+
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.08)
         if name.endswith("_proj.weight"):
-            parts, weights = pack(parameter.detach().numpy())
-            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
-            parameter.data = torch.from_numpy(weights)
+            parameter.data = add_layer(name.removesuffix(".weight"), parameter)
+        elif ".experts." in name:
+            prefix, layers = name.rpartition(".")[0], ["gate_proj", "up_proj"] if "gate" in name else ["down_proj"]
+            for number, expert in enumerate(parameter.data):
+                rows = [
+                    add_layer(f"{prefix}.{number}.{layer}", part)
+                    for layer, part in zip(layers, expert.chunk(len(layers)), strict=True)
+                ]
+                parameter.data[number] = torch.cat(rows)
         else:
             parameter.data = parameter.data.half().float()
             tensors[name] = parameter.data.half()

@@ -48,7 +48,8 @@ def random_blocks(kind: str, shape: tuple[int, ...], spread: float, seed: int) -
 def quantise_file(source: Path, output: Path, kinds: list[str]) -> dict[str, str]:
     """Write ``source`` with each matrix in the next of ``kinds``, or the next but one …; return the types by name.
 
-    A matrix whose rows don't fit is in Q8_0 or, if they don't fit that, in f32.
+    So are the experts of a layer, but not its router. A matrix whose rows don't fit is in Q8_0 or, if they don't fit
+    that, in f32.
     """
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
@@ -62,13 +63,14 @@ def quantise_file(source: Path, output: Path, kinds: list[str]) -> dict[str, str
     for tensor in reader.tensors:
         shape = list(reversed(tensor.shape.tolist()))
         values = np.array(tensor.data, np.float32).reshape(shape)
-        if values.ndim != 2 or min(values.shape) == 1:
+        is_small = values.ndim < 2 or min(values.shape) == 1 or "ffn_gate_inp" in tensor.name
+        if is_small or (values.ndim > 2 and "_exps" not in tensor.name):
             writer.add_tensor(tensor.name, values)
             continue
         kind = kinds[len(types) % len(kinds)]
-        if shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
+        if shape[-1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
             kind = "Q8_0"
-        if shape[1] % 32:
+        if shape[-1] % 32:
             writer.add_tensor(tensor.name, values)
             continue
         types[tensor.name] = kind

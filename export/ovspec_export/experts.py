@@ -1,0 +1,110 @@
+"""The weights of experts, which transformers stacks: a parameter holds those of all experts, for one or two products.
+
+A graph has one constant, (experts, rows, columns), for each product. Its weights are read as one matrix, in which the
+rows of each expert follow those of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ovspec_export.packed_weights import PackedWeights
+
+SKELETON_WIDTH = 2  # of the experts in a model without the large weights
+# Name of a parameter -> the layers of an expert whose rows it holds, one below the other.
+STACKED_LAYERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A parameter with the weights of all experts.
+
+    matrices: the names of its matrices; each has the rows of all experts for one product.
+    shape: of such a matrix in the graph, (experts, rows, columns).
+    widens: its products go from the hidden size to the experts' own width, not back.
+    """
+
+    matrices: tuple[str, ...]
+    shape: tuple[int, int, int]
+    widens: bool
+
+    @property
+    def skeleton_shape(self) -> tuple[int, int, int]:
+        """The same with ``SKELETON_WIDTH`` in place of the experts' own width."""
+        expert_count, rows, columns = self.shape
+        if self.widens:
+            return expert_count, SKELETON_WIDTH, columns
+        return expert_count, rows, SKELETON_WIDTH
+
+
+def find_expert_stacks(shapes: dict[str, tuple[int, ...]]) -> dict[str, ExpertStack]:
+    """Return the parameters with the weights of all experts among those with these ``shapes``."""
+    stacks: dict[str, ExpertStack] = {}
+    for name, shape in shapes.items():
+        prefix, _, parameter = name.rpartition(".")
+        layers = STACKED_LAYERS.get(parameter)
+        if layers and prefix.endswith(".experts") and len(shape) == 3:
+            expert_count, rows, columns = shape
+            stacks[name] = ExpertStack(
+                tuple(f"{prefix}.{layer}" for layer in layers),
+                (expert_count, rows // len(layers), columns),
+                widens=len(layers) > 1,
+            )
+    return stacks
+
+
+def join_matrices(stack: ExpertStack, read_experts: Callable[[str], Iterable[np.ndarray]]) -> np.ndarray:
+    """Return the values of a stack's parameter, (experts, rows, columns) float32.
+
+    read_experts: returns the rows of each expert in a matrix of that name.
+    """
+    expert_count, row_count, columns = stack.shape
+    values = np.empty((expert_count, len(stack.matrices) * row_count, columns), np.float32)
+    for start, matrix in zip(range(0, values.shape[1], row_count), stack.matrices, strict=True):
+        for expert_values, rows in zip(values, read_experts(matrix), strict=True):
+            expert_values[start : start + row_count] = rows
+    return values
+
+
+def list_expert_layers(matrix: str, expert_count: int) -> list[str]:
+    """Return the names that a checkpoint has for the weights of each expert in a matrix of an ``ExpertStack``."""
+    prefix, _, layer = matrix.rpartition(".")
+    return [f"{prefix}.{number}.{layer}.weight" for number in range(expert_count)]
+
+
+def join_experts(experts: list[PackedWeights]) -> PackedWeights:
+    """Return the rows of all experts as one matrix of the same weights.
+
+    Raises:
+        ValueError: they differ in their groups, or the columns of one have an order of their own.
+    """
+    if any(weights.column_order is not None for weights in experts):
+        raise ValueError("an order of their columns, which experts can't have")
+    if len({(weights.shape, weights.scales.shape) for weights in experts}) > 1:
+        raise ValueError("groups of different sizes")
+    if any(weights.zero_points is not None for weights in experts):
+        experts = [add_zero_points(weights) for weights in experts]
+    scales_dtype = np.result_type(*(weights.scales for weights in experts))
+    zero_points = [weights.zero_points for weights in experts if weights.zero_points is not None]
+    return replace(
+        experts[0],
+        integers=np.concatenate([weights.integers for weights in experts]),
+        scales=np.concatenate([weights.scales.astype(scales_dtype) for weights in experts]),
+        zero_points=np.concatenate(zero_points) if zero_points else None,
+    )
+
+
+def add_zero_points(weights: PackedWeights) -> PackedWeights:
+    """Return the same weights as unsigned integers with zero points, which they are already if they have any."""
+    if weights.zero_points is not None:
+        return weights
+    center = {"i4": 8, "i8": 128}[weights.element_type]
+    return replace(
+        weights,
+        integers=(weights.integers.astype(np.int16) + center).astype(np.uint8),
+        element_type=f"u{weights.element_type[1:]}",
+        zero_points=np.full(weights.scales.shape, center, np.uint8),
+    )
