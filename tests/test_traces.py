@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "export": ["export", str(CHECKPOINTS / "draft"), "-o", "out", "--weight-format", "int8"],
     "generate": ["generate", DEMO, "def f(", "-n", "3", "--draft", "--json"],
     "inspect": ["inspect", SMALL],
+    "models": ["models"],
     "perplexity": ["perplexity", SMALL, "in.txt"],
     "serve": ["serve", SMALL, "--port", "0"],
     "tune": ["tune", DEMO, "--for", "decode"],

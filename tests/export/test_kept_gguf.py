@@ -20,7 +20,7 @@ from family_models import warm_jobs
 from openvino import opset13 as ops
 from ovspec_export import Compression, convert, export_pair, kept_speed, quality
 from ovspec_export.export_plan import resolve_compression
-from ovspec_export.gguf_checkpoint import write_kept_gguf_checkpoint
+from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_kept_gguf_checkpoint
 from ovspec_export.heads import read_target_embedding
 from ovspec_export.kept_weights import FORMS_FILE, WEIGHTS_FILE
 from ovspec_export.source_lookup import find_source
@@ -225,7 +225,9 @@ def test_exports_compute_what_llama_cpp_does(tmp_path: Path) -> None:
     peer, file = python_of("llamacpp"), USERS_CACHE / "downloads" / "model" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not (peer.exists() and file.exists() and LLAMA_CPP.is_dir()):
         pytest.skip("llama.cpp isn't installed (scripts/bench/peers/install.py llamacpp), or the model not fetched")
-    unpack(file, tmp_path / "hf")
+    source = find_source(str(file))
+    assert isinstance(source, GgufSource)
+    write_gguf_checkpoint(source, tmp_path / "hf", "fp32")
     support, kinds = ROOT / "tests" / "support", ("F16", "Q8_0", "Q6_K", "Q4_K_M")
     command = [sys.executable, str(support / "to_gguf.py"), str(LLAMA_CPP), str(tmp_path / "hf")]
     subprocess.run([*command, str(tmp_path / "f32.gguf")], check=True, capture_output=True)

@@ -129,7 +129,7 @@ def nf4_tensors(weights: np.ndarray, nested: bool) -> tuple[dict[str, torch.Tens
     values = np.array(NF4, np.float32)
     blocks = weights.reshape(-1, 64)
     scales = np.abs(blocks).max(1).astype(np.float32)
-    tensors = {"weight.quant_map": values}
+    tensors: dict[str, Any] = {"weight.quant_map": values}
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weights.shape)}
     if nested:
         offset = float(scales.mean())
