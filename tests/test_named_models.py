@@ -114,7 +114,7 @@ def test_two_processes_export_a_model_once(user: User) -> None:
 
 
 def test_kills_leave_nothing_half_made(user: User) -> None:
-    """At moments from the first request to the answer; each start goes on with the files that were fetched."""
+    """At moments from the first request to the answer."""
     began = time.monotonic()
     assert user.ask("org/large")[0] == 0
     duration = time.monotonic() - began
@@ -133,7 +133,16 @@ def test_kills_leave_nothing_half_made(user: User) -> None:
             assert user.run("models", "rm", "org/large")[0] == 0
     assert user.ask("org/large")[0] == 0
     assert user.entries() == ["large-int8"] and not list(user.cache.glob(".new-*"))
-    assert user.hub.fetched("/tokenizer.json") <= MOMENTS, "files that were fetched are kept"
+
+
+def test_a_start_after_a_kill_fetches_no_file_again(user: User) -> None:
+    process = user.start("generate", "org/large", "def f(", "-n", "4")
+    wait_until(lambda: any((user.home / "hub").rglob("snapshots/*/tokenizer.json")), seconds=60)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert user.hub.fetched("/tokenizer.json") == 1
+    assert user.ask("org/large")[0] == 0
+    assert user.hub.fetched("/tokenizer.json") == 1
 
 
 def test_a_server_answers_while_it_exports(user: User) -> None:

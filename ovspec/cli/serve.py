@@ -45,11 +45,11 @@ def serve(model: str | None, **all_options: OptionValue) -> None:
         from ovspec.server.startup import answer_while_preparing
     except ImportError as error:
         raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
+    from ovspec.setup.exporting import find_exported_model, find_or_export_model
+
     api_keys = read_api_keys(params.api_key_file)
     check_option_combinations(params, api_keys)
     listening_socket = open_socket(params.host, params.port)  # before the model is loaded, which takes long
-    from ovspec.setup.exporting import find_exported_model, find_or_export_model
-
     draft = load_options.pop("draft", None)
     weight_format = load_options.pop("weight_format", None)
     with contextlib.ExitStack() as startup:
