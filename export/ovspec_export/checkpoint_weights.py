@@ -24,7 +24,7 @@ from ovspec_export.packed_layouts import (
     read_compressed_tensors,
     read_gptq,
 )
-from ovspec_export.packed_weights import PackedWeights
+from ovspec_export.packed_weights import PackedWeights, unpack_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,6 +200,10 @@ class CheckpointWeights:
             raise OvspecError(f"{self._folder}: its tensor {name} has values that are infinite or not numbers.")
         return np.array(values, np.float32).reshape(self._shapes[name])
 
+    def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:  # noqa: ARG002
+        """Return the values of a parameter, float32; no form rounds them."""
+        return self.read_values(name)
+
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:  # noqa: ARG002
         """Return a matrix as ``KeptWeights`` says."""
         names = self._expert_layers.get(name, [name])
@@ -217,12 +221,7 @@ class CheckpointWeights:
         """Yield the values of each expert in a matrix, float32."""
         weights = self.read_matrix(name, False)
         for rows in np.split(np.arange(weights.shape[0]), len(self._expert_layers[name])):
-            if isinstance(weights, PackedWeights):
-                yield weights.take_rows(rows).unpack()
-            elif weights.dtype == np.uint16:
-                yield (weights[rows].astype(np.uint32) << 16).view(np.float32)
-            else:
-                yield weights[rows].astype(np.float32)
+            yield unpack_rows(weights, rows)
 
     def _join_experts(self, name: str, experts: list[PackedWeights]) -> PackedWeights:
         try:

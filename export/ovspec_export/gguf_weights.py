@@ -15,7 +15,7 @@ from ovspec_export.experts import find_expert_stacks, join_experts, join_matrice
 from ovspec_export.gguf_blocks import read_packed_weights
 from ovspec_export.gguf_file import GgufHeaders, TensorInfo
 from ovspec_export.kept_weights import check_numbers, quantise_to_int8
-from ovspec_export.packed_weights import PackedWeights
+from ovspec_export.packed_weights import PackedWeights, unpack_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,6 +90,21 @@ class GgufWeights:
         stored_values = self._read_finite_values(name, self._get_info(name))
         _, values = self._process(self._placements[name].file_name, stored_values)
         return np.ascontiguousarray(values, np.float32).reshape(self._hf_shapes[name])
+
+    def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:
+        """Return the same, but matrices as ``read_matrix`` rounds them."""
+        if stack := self._expert_stacks.get(name):
+            return join_matrices(stack, self._read_kept_experts)
+        if (is_transposed := self.list_matrices().get(name)) is None:
+            return self.read_values(name)
+        values = unpack_rows(self.read_matrix(name, with_offsets))
+        return np.ascontiguousarray(values.T if is_transposed else values).reshape(self._hf_shapes[name])
+
+    def _read_kept_experts(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the values of each expert in a matrix as ``read_matrix`` rounds them, float32."""
+        weights = self.read_matrix(name, False)
+        for rows in np.split(np.arange(weights.shape[0]), self._get_info(name).shape[0]):
+            yield unpack_rows(weights, rows)
 
     def _read_experts(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of each expert in a matrix, float32."""

@@ -15,7 +15,13 @@ from ovspec_export.gguf_file import read_gguf_headers
 from ovspec_export.gguf_weights import GgufWeights
 from ovspec_export.kept_speed import are_offsets_faster
 from ovspec_export.kept_weights import WEIGHTS_FILE, KeptWeights, has_kept_weights
-from ovspec_export.skeleton import GraphFiller, fill_skeleton, make_model_without_data, read_matrices_when_used
+from ovspec_export.skeleton import (
+    GraphFiller,
+    fill_skeleton,
+    make_model_without_data,
+    read_matrices_when_used,
+    read_rounded_values,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,13 +87,11 @@ def keeping_weights(folder: Path) -> Iterator[None]:
 
     original_save = convert._save_model
     original_check = convert.allow_skip_tracing_check
-    with_offsets = are_offsets_faster()
 
     @functools.wraps(original_save)
     def fill_and_save(model: ov.Model, path: str, *args: Any, **options: Any) -> None:
         skeleton = skeletons.pop()
-        product_only = find_product_matrices(skeleton.model, skeleton.kept) if with_offsets else frozenset()
-        filler = GraphFiller(model, skeleton.kept, product_only)
+        filler = GraphFiller(model, skeleton.kept, find_offset_matrices(skeleton.model, skeleton.kept))
         filler.fill(skeleton.marks)
         filler.forms.write(Path(path).parent)
         original_save(model, path, *args, **options)
@@ -103,8 +107,13 @@ def keeping_weights(folder: Path) -> Iterator[None]:
         convert.allow_skip_tracing_check = original_check
 
 
-def find_product_matrices(model: PreTrainedModel, kept: KeptWeights) -> frozenset[str]:
-    """Return the names of the matrices other than the embedding and the lm_head, whose graphs may be changed later."""
+def find_offset_matrices(model: PreTrainedModel, kept: KeptWeights) -> frozenset[str]:
+    """Return the names of the matrices whose groups may have offsets; none where those aren't faster.
+
+    They are those other than the embedding and the lm_head, whose graphs may be changed later.
+    """
+    if not are_offsets_faster():
+        return frozenset()
     outer_modules = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
     outer_parameters = {id(parameter) for module in outer_modules for parameter in module.parameters()}
     return frozenset(
@@ -126,12 +135,21 @@ def read_kept_embedding(folder: Path) -> np.ndarray:
     return skeleton.kept.read_values(name)
 
 
-def load_kept_model(folder: Path, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    """Return the model of the checkpoint in ``folder``, which reads each matrix when it is used."""
+def load_kept_model(
+    folder: Path, trust_remote_code: bool, as_exported: bool = False, **options: Any
+) -> PreTrainedModel:
+    """Return the model of the checkpoint in ``folder``, which reads each matrix when it is used.
+
+    as_exported: round the weights as an export of this process does.
+    """
     from transformers import AutoModelForCausalLM
 
     with loading_skeletons(folder) as skeletons:
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     [skeleton] = skeletons
-    read_matrices_when_used(skeleton.model, skeleton.kept)
+    read_values = skeleton.kept.read_values
+    if as_exported:
+        offset_matrices = find_offset_matrices(skeleton.model, skeleton.kept)
+        read_values = functools.partial(read_rounded_values, skeleton.kept, offset_matrices)
+    read_matrices_when_used(skeleton.model, read_values, skeleton.kept)
     return skeleton.model

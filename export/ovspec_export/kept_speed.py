@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -18,6 +19,7 @@ TOKEN_COUNTS = (1, 4, 64)  # a token, a few that are verified, and a part of a p
 TIMING_TURNS = 15
 
 
+@functools.cache
 def are_offsets_faster() -> bool:
     """Return whether groups with an offset take less time here than groups with a zero point that isn't an integer."""
     generator = np.random.default_rng(0)

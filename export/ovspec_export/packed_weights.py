@@ -68,7 +68,7 @@ class PackedWeights:
             words.append(f"with {'f16' if self.zero_points.dtype == np.float16 else 'integer'} zero points")
         return " ".join([*words, *["and sums of groups"] * (self.offsets is not None)])
 
-    def take_rows(self, rows: np.ndarray) -> PackedWeights:
+    def take_rows(self, rows: np.ndarray | slice) -> PackedWeights:
         """Return the matrix of these rows."""
         return replace(
             self,
@@ -94,6 +94,15 @@ class PackedWeights:
         ordered_weights = np.empty_like(weights)
         ordered_weights[:, self.column_order] = weights
         return ordered_weights
+
+
+def unpack_rows(weights: PackedWeights | np.ndarray, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """Return ``rows`` of a matrix of integers, or of floats in f16, f32, or bf16 as uint16, in float32."""
+    if isinstance(weights, PackedWeights):
+        return weights.take_rows(rows).unpack()
+    if weights.dtype == np.uint16:
+        return (weights[rows].astype(np.uint32) << 16).view(np.float32)
+    return weights[rows].astype(np.float32)
 
 
 def measure_rounding(packed: PackedWeights, exact: PackedWeights) -> float:

@@ -67,14 +67,19 @@ def has_kept_layout(config: JsonObject) -> bool:
     return True
 
 
-def load_checkpoint_model(source: str, trust_remote_code: bool, **loading_options: Any) -> Any:
-    """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum."""
+def load_checkpoint_model(
+    source: str, trust_remote_code: bool, as_exported: bool = False, **loading_options: Any
+) -> Any:
+    """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum.
+
+    as_exported: kept weights are rounded as an export of this process does.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if has_kept_weights(Path(source)):
         from ovspec_export.kept_export import load_kept_model
 
-        return load_kept_model(Path(source), trust_remote_code, **loading_options)
+        return load_kept_model(Path(source), trust_remote_code, as_exported, **loading_options)
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None):
         from transformers.utils.quantization_config import Mxfp4Config

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
 
+CHECKED_ROWS = 512  # of each matrix
+# Largest difference of kept weights from the source's, root mean square, as a share of theirs: those of 3 bits that
+# become int8 differ by 0.02.
+MAX_DIFFERENCE = 0.05
 MARK_STEP = 2.0**-20  # a mark is a multiple of this
 
 
@@ -106,6 +110,25 @@ def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
     return values
 
 
+def read_rounded_values(kept: KeptWeights, product_only: frozenset[str], name: str) -> np.ndarray:
+    """Return the values of a parameter as the IR has them, which are near those of the source.
+
+    product_only: as in ``GraphFiller``.
+
+    Raises:
+        OvspecError: they aren't near.
+    """
+    values = kept.read_values(name)
+    step = max(1, math.prod(values.shape[:-1]) // CHECKED_ROWS)
+    sample = values.reshape(-1, values.shape[-1])[::step].copy()
+    del values  # so that only one matrix is in memory
+    rounded_values = kept.read_kept_values(name, name in product_only)
+    difference = rounded_values.reshape(-1, sample.shape[1])[::step] - sample
+    if np.sqrt(np.mean(np.square(difference))) > MAX_DIFFERENCE * np.sqrt(np.mean(np.square(sample))):
+        raise OvspecError(f"the IR has other weights than the source in {name}")
+    return rounded_values
+
+
 def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
     """Yield each parameter's whole name, its module and its name in that."""
     for prefix, module in model.named_modules():
@@ -114,23 +137,30 @@ def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
                 yield f"{prefix}.{name}" if prefix else name, module, name
 
 
-def read_matrices_when_used(model: PreTrainedModel, kept: KeptWeights) -> None:
-    """Let each module of a skeleton read its matrices when it is computed, and drop them afterwards."""
+def read_matrices_when_used(
+    model: PreTrainedModel, read_values: Callable[[str], np.ndarray], kept: KeptWeights
+) -> None:
+    """Let each module of a skeleton read its matrices when it is computed, and drop them afterwards.
+
+    read_values: returns the values of a parameter of ``kept``, by name.
+    """
     read_names = kept.list_matrices().keys() | find_expert_stacks(kept.list_shapes()).keys()
     names = {id(parameter): name for name, parameter in model.named_parameters() if name in read_names}
     for module in model.modules():
         for parameter_name, parameter in module._parameters.items():
             if name := names.get(id(parameter)):
                 assert parameter is not None
-                module.register_forward_pre_hook(functools.partial(set_values, kept, name, parameter_name))
+                module.register_forward_pre_hook(functools.partial(set_values, read_values, name, parameter_name))
                 module.register_forward_hook(functools.partial(drop_values, parameter_name, parameter.data))
 
 
-def set_values(kept: KeptWeights, name: str, parameter_name: str, module: Module, *_: Any) -> None:
-    """Give a module's parameter the values of the source. The other arguments are those of torch's hooks."""
+def set_values(
+    read_values: Callable[[str], np.ndarray], name: str, parameter_name: str, module: Module, *_: Any
+) -> None:
+    """Give a module's parameter the values that are read. The other arguments are those of torch's hooks."""
     import torch
 
-    getattr(module, parameter_name).data = torch.from_numpy(kept.read_values(name))
+    getattr(module, parameter_name).data = torch.from_numpy(read_values(name))
 
 
 def drop_values(parameter_name: str, placeholder: Tensor, module: Module, *_: Any) -> None:

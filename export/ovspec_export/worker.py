@@ -71,7 +71,8 @@ def export_with_optimum(
         with keeping_weights(Path(source)):
             original_export(output=output, model_loading_kwargs=loading_options, **options)
         release_freed_memory()
-        model = load_checkpoint_model(source, trust_remote_code, **loading_options)
+        # With the IR's own rounding: otherwise, where two experts tie, it would choose another.
+        model = load_checkpoint_model(source, trust_remote_code, as_exported=True, **loading_options)
         check_ir_agrees_with_model(model, output)
         if tap_layers is not None:
             save_hidden_states(model, tap_layers, Path(states_file))

@@ -18,6 +18,7 @@ from ovspec_export import convert, export_pair, quality
 from ovspec_export.experts import join_experts
 from ovspec_export.gguf_weights import GgufWeights
 from ovspec_export.packed_weights import PackedWeights
+from ovspec_export.skeleton import read_rounded_values
 from ovspec_export.source_lookup import find_source
 from ovspec_export.sources import GgufSource
 from packed_checkpoints import make_checkpoint
@@ -98,7 +99,9 @@ def test_weights_are_the_files(exported: tuple[Path, str], mixed: tuple[Path, di
             assert error == 0 if kinds[-1] in EXACT else 0 < error < (0.02 if kinds[-1] == "Q3_K" else 1e-3), kinds
     assert sorted(kinds) == ["Q3_K", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0"]
     reference = logits(tmp_path / "hf")[0].numpy()
-    assert rms(ir_logits(exported[0])[0] - reference) < 0.02 * reference.std()
+    # In most positions: in the others, two experts tie, and rounding chooses.
+    differences = np.sqrt(np.square(ir_logits(exported[0])[0] - reference).mean(-1))
+    assert np.median(differences) < 0.01 * reference.std()
 
 
 def test_weights_stay_integers_in_memory(exported: tuple[Path, str]) -> None:
@@ -137,6 +140,26 @@ def weights_of(source: GgufSource) -> GgufWeights:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2MoeConfig(**config))
     return GgufWeights(source.gguf_headers, model)
+
+
+def test_ir_is_compared_with_its_own_rounding(
+    exported: tuple[Path, str], mixed: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the file's own weights, where two experts tie, rounding would choose another in one of them."""
+    source = find_source(str(mixed[0]))
+    assert isinstance(source, GgufSource)
+    weights = weights_of(source)
+    in_ir = iter(expert_weights(exported[0]))
+    for layer in range(2):
+        gate, up, down = (next(in_ir) for _ in range(3))
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for name, expected in (("gate_up_proj", np.concatenate([gate, up], 1)), ("down_proj", down)):
+            assert np.array_equal(read_rounded_values(weights, frozenset(), f"{prefix}.{name}"), expected)
+    name = next(name for name in weights.list_matrices() if weights.describe_kind(name) == "Q4_0")
+    assert np.array_equal(read_rounded_values(weights, frozenset(), name), weights.read_values(name))
+    monkeypatch.setattr(weights, "read_kept_values", lambda name, _: weights.read_values(name)[::-1])
+    with pytest.raises(OvspecError, match=f"other weights than the source in {name}"):
+        read_rounded_values(weights, frozenset(), name)
 
 
 def test_tensors_of_experts_are_checked(mixed: tuple[Path, dict[str, str]]) -> None:
