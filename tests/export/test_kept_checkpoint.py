@@ -11,6 +11,7 @@ import numpy as np
 import openvino as ov
 import pytest
 import torch
+from exact_texts import check_texts_are_exact
 from family_models import warm_jobs
 from ovspec_export import Compression, export_pair
 from ovspec_export.checkpoint_weights import CheckpointWeights, read_quantisation
@@ -167,7 +168,7 @@ def test_layers_are_read_to_the_bit(name: str, tmp_path: Path) -> None:
     "name", [pytest.param(name, marks=() if name in EXPORTED else pytest.mark.slow) for name in KINDS]
 )
 def test_checkpoint_is_exported_as_it_is(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_dir: Path
 ) -> None:
     warm_jobs(monkeypatch)
     config, pack, form = KINDS[name]
@@ -181,6 +182,7 @@ def test_checkpoint_is_exported_as_it_is(
         if tensor.ndim == 2 and "act-order" not in name:
             assert any(np.array_equal(matrix, tensor.numpy()) for matrix in found), parameter
     assert not (tmp_path / "ir" / "model.safetensors").exists()
+    check_texts_are_exact(tmp_path / "ir", cache_dir)
 
 
 def test_products_of_the_same_values_share_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import openvino as ov
 import pytest
 import torch
 from conftest import ROOT, USERS_CACHE
+from exact_texts import check_texts_are_exact
 from family_models import warm_jobs
 from openvino import opset13 as ops
 from ovspec_export import Compression, convert, export_pair, kept_speed, quality
@@ -104,6 +105,10 @@ def test_logits_are_the_files(exported: tuple[Path, str], checkpoint: Path) -> N
     reference = logits(checkpoint)[0].numpy()
     # The one matrix in Q3_K is rounded to 8 bits.
     assert rms(ir_logits(exported[0])[0] - reference) < 0.02 * reference.std()
+
+
+def test_texts_are_exact(exported: tuple[Path, str], cache_dir: Path) -> None:
+    check_texts_are_exact(exported[0], cache_dir)
 
 
 def test_weights_are_the_files(
