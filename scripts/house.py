@@ -2,7 +2,6 @@
 
     python3 scripts/house.py [FOLDER ...]      the table, by folder (by default the folders of ovspec and the exports)
     python3 scripts/house.py --where COLUMN [FOLDER ...]   each place that a column counts
-    python3 scripts/house.py --shared [FOLDER ...]         functions and classes of one name in several files
     python3 scripts/house.py --check           exit with 1 if ovspec is above a limit, or a file or folder is too long
     python3 scripts/house.py --draw 40 [--seed 1]          names drawn at random, to be guessed blind
 
@@ -16,7 +15,6 @@ import argparse
 import ast
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -126,16 +124,6 @@ def definitions(folders: list[Path]) -> Iterator[tuple[str, Path]]:
             yield node.name, file.relative_to(ROOT)
 
 
-def print_shared(folders: list[Path]) -> None:
-    files: dict[str, set[str]] = defaultdict(set)
-    for name, file in definitions(folders):
-        files[name].add(file.as_posix())
-    shared = {name: paths for name, paths in files.items() if len(paths) > 1}
-    for name in sorted(shared, key=lambda name: (-len(shared[name]), name)):
-        print(f"{len(shared[name]):3} {name:24} {' '.join(sorted(shared[name]))}")
-    print(f"{len(shared)} names in several files")
-
-
 def variables(folders: list[Path]) -> Iterator[tuple[str, Path]]:
     """Yield each variable, argument and field of two characters or more each time that a file sets it."""
     for file, node in nodes(folders):
@@ -158,7 +146,6 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--where", choices=COLUMNS)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--draw", type=int)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -170,8 +157,6 @@ def main() -> None:
         for column, file, line in [place for folder in folders or packages for place in places(folder)]:
             if column == args.where:
                 print(f"{file.relative_to(ROOT).as_posix()}:{line}")
-    elif args.shared:
-        print_shared(folders or packages)
     elif args.draw:
         print_draw(args.draw, args.seed, folders or packages)
     else:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
-from figures import milliseconds
+from figures import machine, milliseconds
 from ovspec_export.distill.gain_benchmark import read_held_out_prompts
 from peers.install import PEERS, python_of
 
@@ -155,11 +156,25 @@ def arguments(doc: str | None, *positional: str | tuple[str, ...], **options: An
     declared = {name: value if isinstance(value, Option) else Option(value) for name, value in options.items()}
     for name, option in declared.items():
         option.add_to(parser, f"--{name.replace('_', '-')}")
+    parser.add_argument("--record", action="store_true", help="append the output to the script's page in docs/records")
     args = parser.parse_args()
+    if args.record:
+        record_output()
     for name, option in declared.items():
         if option.separator == " " and getattr(args, name) is None:
             setattr(args, name, option.default)
     return args
+
+
+def record_output() -> None:
+    """Run the script again with its output appended to its page in docs/records, below the command; then exit."""
+    command = [argument for argument in sys.argv if argument != "--record"]
+    script = Path(command[0]).resolve()
+    output = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True).stdout
+    shown_command = shlex.join([".venv/bin/python", script.relative_to(ROOT).as_posix(), *command[1:]])
+    with (ROOT / "docs" / "records" / f"{script.stem}.md").open("a", encoding="utf-8", newline="\n") as page:
+        page.write(f"\n## {machine()}\n\n```sh\n{shown_command}\n```\n\n{output.strip()}\n")
+    sys.exit(print(output))
 
 
 def several(kind: Callable[[str], Any], choices: Collection[str], separator: str) -> Callable[[str], list[Any]]:

@@ -335,3 +335,19 @@ def test_a_client_of_a_load_waits_for_its_answer() -> None:
     assert (load.due(), load.due(), load.sent_all) == ([0, 1], [], False)
     load.answered()
     assert load.due() == [2] and load.sent_all and load.due() == []
+
+
+def test_output_is_appended_to_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = tmp_path / "docs" / "records"
+    records.mkdir(parents=True)
+    (records / "hello.md").write_text("# Hello\n", encoding="utf-8")
+    script = tmp_path / "hello.py"
+    script.write_text("import sys\nprint('hello', sys.argv[1:])\n", encoding="utf-8")
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), "a b", "--record"])
+    with pytest.raises(SystemExit) as ended:
+        harness.record_output()
+    assert ended.value.code is None
+    lines = (records / "hello.md").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# Hello" and lines[2] == f"## {figures.machine()}"
+    assert lines[4:] == ["```sh", ".venv/bin/python hello.py 'a b'", "```", "", "hello ['a b']"]
