@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {"README.md": (100, 900), "ARCHITECTURE.md": (1000, 1000)}  # lines, words
+LIMITS = {"README.md": (80, 900), "ARCHITECTURE.md": (1000, 1000)}  # lines, words
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
