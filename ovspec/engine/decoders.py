@@ -101,6 +101,11 @@ class ModelPair:
                 token_bytes = sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes
                 loaded_model.share_prefixes(max_cache_bytes / token_bytes)
 
+    @property
+    def rows_grow(self) -> bool:
+        """Whether rows of a batch reserve what they have, because a text that is read again stays the same."""
+        return self.target.arithmetic == "exact"
+
     def with_drafters(self, draft_choice: DraftChoice | None) -> ModelPair:
         """Return the same models with other drafters; a draft model must be the loaded one."""
         copied_pair = copy.copy(self)
@@ -260,8 +265,10 @@ class DecoderPool:
                 max_rows = params.batch_size
                 irs = self.models.compiled_irs(drafter is not None)
                 max_tokens = count_free_tokens(irs, max_rows, self.models.idle_cache_bytes)
+                # The budget counts the blocks of other texts, too.
+                max_tokens += decoders.target.blocks_used * decoders.target.block_size
             isolated_errors = (OvspecError,) if isolate_errors else ()
-            batch_limits = BatchLimits(max_rows, max_tokens, isolated_errors=isolated_errors)
+            batch_limits = BatchLimits(max_rows, max_tokens, self.models.rows_grow, isolated_errors=isolated_errors)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, batch_limits))
         finally:
             self.release(decoders)

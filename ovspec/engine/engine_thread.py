@@ -130,6 +130,7 @@ class EngineThread:
         batch_limits = BatchLimits(
             self._max_rows,
             self.max_cache_tokens,
+            runtime.models.rows_grow,
             self._prefill_budget,
             isolated_errors=(Exception,),
             max_constraint_seconds=MAX_CONSTRAINT_SECONDS,
@@ -189,7 +190,7 @@ class EngineThread:
             for task in self._tasks:
                 task.set_error(error)
             self._tasks.clear()
-            self._scheduler.queue.reserved_tokens = 0
+            self._scheduler.reserve_for_task(0)
 
         self._commands.put(fail_jobs_and_tasks)
 
@@ -252,7 +253,7 @@ class EngineThread:
             pass
 
     def _advance_task(self, task: BackgroundTask) -> None:
-        self._scheduler.queue.reserved_tokens = min(task.cache_tokens, self.max_cache_tokens)
+        self._scheduler.reserve_for_task(min(task.cache_tokens, self.max_cache_tokens))
         if self._scheduler.free_token_count < 0:
             return  # until texts have ended
         try:
@@ -266,7 +267,7 @@ class EngineThread:
         except BaseException as error:
             task.set_error(as_inference_error(error))
         self._tasks.remove(task)
-        self._scheduler.queue.reserved_tokens = 0
+        self._scheduler.reserve_for_task(0)
 
     def _run_batch_round(self) -> None:
         pieces = self._scheduler.run_next_round() or []

@@ -19,7 +19,6 @@ import ovspec
 from ovspec.cache.paged import PagedDecoder
 from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece
-from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.protocols.logprobs import (
     SMALL_CHUNK_TOKENS,
@@ -161,14 +160,15 @@ def echo(engine: EngineThread, ids: list[int]) -> Any:
     return compute_logprobs_between_rounds(ovspec.LanguageModel(engine.runtime), engine, ids, 2).result()
 
 
-def generating(engine: EngineThread) -> threading.Event:
-    """Let the engine generate a text; return an event that is set when it has ended."""
+def generating(engine: EngineThread, tokens: int = 1) -> threading.Event:
+    """Let the engine generate a text; once it has ``tokens``, return an event that is set when it has ended."""
     params = engine.runtime.row_maker.make_complete_params({"max_tokens": 400, "ignore_eos": True})
     rows = engine.runtime.row_maker.make_rows(PROMPTS[0], params, memory_reserved=True)
     started, ended = threading.Event(), threading.Event()
 
     def deliver(pieces: Any) -> None:
-        started.set()
+        if len(rows[0].token_ids) >= tokens:
+            started.set()
         if pieces[0][1].finish_reason:
             ended.set()
 
@@ -206,8 +206,9 @@ def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: li
 
 
 def test_a_repeated_prompt_waits_for_room(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
-    engine._scheduler.queue._limits = BatchLimits(2, 420)  # for the text, but not for the prompt beside it
-    ended = generating(engine)
+    engine._scheduler._budget.max_tokens = 420  # for the text, but not for the prompt beside it
+    ended = generating(engine, 150)
+    assert not ended.is_set()
     assert len(echo(engine, [100] * 40)) == 40
     assert ended.is_set() and not any(beside for _, beside in read)
 
