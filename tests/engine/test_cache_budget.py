@@ -29,7 +29,7 @@ Load = Callable[..., ovspec.LanguageModel]
 REAL, REAL_HEAD = ROOT / "smollm2", ROOT / "models" / "smollm2-head"
 SLOW = pytest.mark.slow
 MANY = 1e-3  # gigabytes; the small pair's blocks are small
-MOST = 70  # tokens of a text
+MOST = 60  # tokens of a text
 
 
 @dataclass
@@ -133,8 +133,8 @@ def check_crowds(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, count: in
 
 
 @pytest.mark.parametrize("memory", [0, MANY])
-def test_fifty_crowds(load: Load, memory: float) -> None:
-    check_crowds(load(draft="lookup,draft", cache_memory=memory), load(draft="none", cache_memory=0), 50)
+def test_forty_crowds(load: Load, memory: float) -> None:
+    check_crowds(load(draft="lookup,draft", cache_memory=memory), load(draft="none", cache_memory=0), 40)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,16 @@ def test_crowds_of_random_models(name: str, tmp_path_factory: pytest.TempPathFac
         trust_paged(patched)
         lm = ovspec.load(folder, ["lookup", folder / "draft"], cache_dir=cache_dir, cache_memory=MANY)
         cold = ovspec.load(folder, "none", cache_dir=cache_dir, cache_memory=0)
-    check_crowds(lm, cold, 10)
+    check_crowds(lm, cold, 20)
 
 
 @SLOW
-def test_crowds_on_the_stateful_engine(pair: Path, cache_dir: Path) -> None:
-    options: dict[str, Any] = {"engine": "stateful", "arithmetic": "exact", "precision": "f32", "cache_dir": cache_dir}
-    lm = ovspec.load(pair, ["lookup", "draft"], cache_memory=MANY, **options)
-    check_crowds(lm, ovspec.load(pair, "none", cache_memory=0, **options), 20)
+def test_crowds_on_the_stateful_engine(cache_dir: Path) -> None:
+    demo, options = ROOT / "models" / "demo", {"engine": "stateful", "arithmetic": "exact", "cache_dir": cache_dir}
+    lm = ovspec.load(demo, ["lookup", demo / "draft"], cache_memory=MANY, **options)
+    if not lm.runtime.models.rows_grow:
+        pytest.skip("the stateful engine isn't exact on this machine")
+    check_crowds(lm, ovspec.load(demo, "none", cache_memory=0, **options), 20)
 
 
 @SLOW
