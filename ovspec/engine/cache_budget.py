@@ -116,7 +116,7 @@ class CacheBudget:
         return -(-length // self._target.block_size)
 
     def _count_free_blocks(self, batch: Collection[RowInBatch], length_of: Callable[[GrowingText], int]) -> float:
-        """Return the number of blocks that are free if each row of ``batch`` gets the length that ``length_of`` says."""
+        """Return the number of blocks that are free if each row of ``batch`` has the length of ``length_of``."""
         cached_blocks = missing_blocks = 0
         cached_rows = self._target.rows
         for running_row in batch:

@@ -97,9 +97,7 @@ class ModelPair:
         max_cache_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         if max_cache_bytes:
             for loaded_model in self.loaded_models:
-                # Kept recurrent states count as blocks; without keys and values there are none.
-                token_bytes = sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes
-                loaded_model.share_prefixes(max_cache_bytes / token_bytes)
+                loaded_model.share_prefixes(self._count_kept_tokens(max_cache_bytes))
 
     @property
     def rows_grow(self) -> bool:
@@ -184,9 +182,15 @@ class ModelPair:
         return sum(cache.idle_bytes for cache in self.prefix_caches)
 
     def limit_cached_tokens(self, max_tokens: float) -> None:
-        """Evict kept KV caches once ``max_tokens`` are cached."""
+        """Evict kept KV caches once ``max_tokens`` are cached, or as many as fit into ``cache_bytes``, if it is set."""
+        if self.cache_bytes is not None:
+            max_tokens = min(max_tokens, self._count_kept_tokens(self.cache_bytes))
         for cache in self.prefix_caches:
             cache.limit_cached_tokens(max_tokens)
+
+    def _count_kept_tokens(self, kept_bytes: float) -> float:
+        # Kept recurrent states count as blocks; without keys and values there are none.
+        return kept_bytes / (sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes)
 
     def free_idle_caches(self) -> None:
         """Free the KV caches that no text needs."""

@@ -240,10 +240,10 @@ class Scheduler:
         budget = self._budget
         needed_tokens = budget.count_tokens_to_join(row, self._running_rows)
 
-        def find_younger_rows() -> dict[int, RunningRow]:
-            return {running_row.number: running_row for running_row in self._running_rows if running_row.number > number}
+        def find_younger_rows() -> dict[int, Schedulable]:
+            return {other.number: other.row for other in self._running_rows if other.number > number}
 
-        freed_tokens = sum([len(running_row.row.sequence) for running_row in find_younger_rows().values()])
+        freed_tokens = sum([budget.count_tokens_to_join(younger, []) for younger in find_younger_rows().values()])
         if budget.count_free_tokens(self._running_rows) + freed_tokens < needed_tokens:
             return
         while (younger_rows := find_younger_rows()) and budget.count_free_tokens(self._running_rows) < needed_tokens:

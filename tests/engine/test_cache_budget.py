@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from compiling import trust_paged
-from conftest import PROMPTS, ROOT
+from conftest import ROOT
 from random_pairs import PAIRS, shared_pair
 
 import ovspec
-from ovspec.cache.block_pool import BlockPool
-from ovspec.cache.blocks import BlockTensors
-from ovspec.engine import cache_budget, scheduler
+from ovspec.drafting.costs import InferenceCosts
+from ovspec.engine import cache_budget
+from ovspec.engine import scheduler as scheduler_module
+from ovspec.engine.decoders import NO_LOOKAHEAD
 from ovspec.engine.prefill_budget import PrefillBudget
-from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import BatchLimits, Scheduler
-from ovspec.drafting.costs import InferenceCosts
 
 Load = Callable[..., ovspec.LanguageModel]
 REAL, REAL_HEAD = ROOT / "smollm2", ROOT / "models" / "smollm2-head"
@@ -122,7 +119,111 @@ class Crowd:
 def small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows that join have little room to grow, so that short texts are set back, too."""
     monkeypatch.setattr(cache_budget, "JOINING_GROWTH_TOKENS", 4)
-    monkeypatch.setattr(cache_budget, "MIN_ROUND_TOKENS", 8)
+    monkeypatch.setattr(cache_budget, "MIN_ROUND_TOKENS", 4)
+
+
+def start(lm: ovspec.LanguageModel, prompts: list[Any], blocks: int, tokens: int = 300, rows_grow: bool = True) -> Any:
+    """Return a scheduler with room for ``blocks``, its rows and its decoders."""
+    decoders = lm.runtime.decoder_pool.acquire()
+    params = lm.runtime.row_maker.make_complete_params({"max_tokens": tokens, "ignore_eos": True})
+    rows = [row for prompt in prompts for row in lm.runtime.row_maker.make_rows(prompt, params)]
+    limits = BatchLimits(8, blocks * decoders.target.block_size, rows_grow)
+    scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), limits)
+    for row in rows:
+        scheduler.queue.add_row(row)
+    return scheduler, rows, decoders
+
+
+def run_until(scheduler: Scheduler, holds: Callable[[], bool]) -> int:
+    rounds = 0
+    while not holds():
+        assert scheduler.run_next_round() is not None
+        rounds += 1
+    return rounds
+
+
+def test_rows_that_ask_for_much_run_beside_each_other(load: Load) -> None:
+    """As many as fit with what they have, though two would fit with what they ask for."""
+    lm = load(draft="none", cache_memory=0)
+    prompts = [f"def number_{number}(" for number in range(8)]
+    for rows_grow, most in ((True, 8), (False, 2)):
+        scheduler, rows, _ = start(lm, prompts, 40, 600, rows_grow)
+        run_until(scheduler, lambda rows=rows: len(rows[0].token_ids) == 100)
+        assert len(scheduler.running_row_numbers) == most
+        assert scheduler.set_back_count == 0
+        assert [len(row.token_ids) > 0 for row in rows] == [number < most for number in range(8)]
+
+
+def test_the_youngest_is_set_back_and_nobody_twice_in_a_row(load: Load) -> None:
+    lm = load(draft="none", cache_memory=0)
+    scheduler, rows, decoders = start(lm, [[number + 5] * 30 for number in range(4)], 12, 200)
+    run_until(scheduler, lambda: scheduler.set_back_count == 1)
+    assert scheduler.running_row_numbers == [0, 1, 2], "the youngest"
+    assert rows[3].waits_for_memory and not rows[0].waits_for_memory
+    length = len(rows[3].token_ids)
+    assert length > 30 and decoders.target.blocks_used <= 12
+    run_until(scheduler, lambda: scheduler.set_back_count == 2)
+    assert scheduler.running_row_numbers == [0, 1]
+    run_until(scheduler, lambda: rows[0].finish_reason is not None)
+    assert len(rows[3].token_ids) == length, "its tokens are kept"
+    run_until(scheduler, lambda: all(row.finish_reason for row in rows))
+    alone = [lm.generate([number + 5] * 30, max_tokens=200, ignore_eos=True).token_ids for number in range(4)]
+    assert [row.token_ids for row in rows] == alone
+    budget = cache_budget.CacheBudget(decoders.target, 100, True)
+    assert [budget.choose_row_to_set_back([1, 2, 3]) for _ in range(3)] == [3, 2, 3]
+    assert budget.choose_row_to_set_back([3]) == 3, "it is alone"
+
+
+def test_an_older_row_takes_memory_back(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row may wait for younger ones, because none is set back twice in a row, but not for long."""
+    lm = load(draft="none", cache_memory=0)
+    for seconds in (1e9, 0.0):
+        monkeypatch.setattr(scheduler_module, "MAX_SECONDS_WITHOUT_ROOM", seconds)
+        scheduler, rows, _ = start(lm, [[number + 5] * 30 for number in range(2)], 10, 280)
+        run_until(scheduler, lambda rows=rows: len(rows[1].token_ids) == 60)
+        scheduler._set_back_row(0)
+        scheduler._budget.max_tokens = 5 * scheduler._target.block_size
+        for _ in range(3):
+            scheduler.run_next_round()
+        assert scheduler.running_row_numbers == [int(seconds > 0)]
+        run_until(scheduler, lambda rows=rows: all(row.finish_reason for row in rows))
+        alone = [lm.generate([number + 5] * 30, max_tokens=280, ignore_eos=True).token_ids for number in range(2)]
+        assert [row.token_ids for row in rows] == alone
+
+
+def test_what_rows_share_counts_once_and_sessions_count(load: Load) -> None:
+    lm = load(draft="none", cache_memory=0.1)
+    prompt = np.random.default_rng(3).integers(5, 400, 320).tolist()
+    scheduler, rows, decoders = start(lm, [[*prompt, end] for end in range(9, 15)], 22, 20)
+    run_until(scheduler, lambda: len(scheduler.running_row_numbers) == 6)
+    assert decoders.target.blocks_used <= 22, "of 66 blocks that they would take by themselves"
+    run_until(scheduler, lambda: all(row.finish_reason for row in rows))
+    scheduler.reset_decoders()
+    with lm.session() as session:
+        session.append(np.random.default_rng(4).integers(5, 400, 300).tolist())
+        session.generate(max_tokens=4)
+        scheduler, rows, _ = start(lm, [[number + 5] * 40 for number in range(4)], 22, 100)
+        run_until(scheduler, lambda: all(row.finish_reason for row in rows))
+        assert scheduler.set_back_count > 0
+        scheduler.reset_decoders()
+    scheduler, rows, _ = start(lm, [[number + 5] * 40 for number in range(4)], 22, 100)
+    run_until(scheduler, lambda: all(row.finish_reason for row in rows))
+    assert scheduler.set_back_count == 0
+
+
+def test_a_row_that_was_set_back_can_be_cancelled(load: Load) -> None:
+    lm = load(draft="none", cache_memory=0)
+    scheduler, rows, decoders = start(lm, [[number + 5] * 30 for number in range(3)], 9, 200)
+    run_until(scheduler, lambda: scheduler.set_back_count == 1)
+    tokens = list(rows[2].token_ids)
+    scheduler.remove_rows([2])
+    assert rows[2].finish_reason == "cancelled" and rows[2].token_ids == tokens and len(tokens) > 20
+    assert rows[2].stats.tpot_ms > 0 and not len(scheduler.queue)
+    run_until(scheduler, lambda: rows[0].finish_reason is not None)
+    assert decoders.target.blocks_used <= 9
+    scheduler, rows, _ = start(lm, [[number + 5] * 30 for number in range(3)], 9, 200)
+    run_until(scheduler, lambda: scheduler.set_back_count == 1)
+    assert sorted(number for number, _ in scheduler.cancel_rows()) == [0, 1, 2]
 
 
 def check_crowds(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, count: int, first_seed: int = 0) -> None:
