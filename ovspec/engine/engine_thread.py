@@ -218,17 +218,18 @@ class EngineThread:
     def measure_cache_usage(self) -> CacheUsage:
         """Return the bytes of the KV caches of target and drafts."""
         models = self.runtime.models
-        decoders = [self._decoders.target, *self._decoders.drafts]
-        irs = models.compiled_irs()
+        decoders = [self._decoders.target, *(self._decoders.drafts if self._drafter else [])]
+        irs = models.compiled_irs(self._drafter is not None)
+        token_bytes = sum(map(kv_bytes_per_token, irs))
+        states_bytes = self.running_row_count * sum(map(recurrent_row_bytes, irs))
+        used_bytes = [
+            decoder.blocks_used * decoder.block_size * kv_bytes_per_token(ir)
+            for decoder, ir in zip(decoders, irs, strict=True)
+        ]
         return CacheUsage(
             limit_bytes=self._cache_limit_bytes,
-            reserved_bytes=self._scheduler.reserved_token_count * sum(map(kv_bytes_per_token, irs))
-            + self.running_row_count * sum(map(recurrent_row_bytes, irs)),
-            used_bytes=sum(
-                decoder.blocks_used * decoder.block_size * kv_bytes_per_token(ir)
-                + len(decoder.rows) * recurrent_row_bytes(ir)
-                for decoder, ir in zip(decoders, irs, strict=True)
-            ),
+            reserved_bytes=self._scheduler.reserved_token_count * token_bytes + states_bytes,
+            used_bytes=sum(used_bytes) + states_bytes,
             kept_bytes=models.idle_cache_bytes,
             set_back_count=self._scheduler.set_back_count,
         )

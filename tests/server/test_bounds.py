@@ -26,8 +26,10 @@ from ovspec.protocols.logprobs import (
     compute_prompt_logprobs,
     run_generator,
 )
+from ovspec.server import endpoints
 from ovspec.server.endpoints import generate_pieces
 
+LONG = "\n".join(PROMPTS)[:1200]
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
 
@@ -259,6 +261,44 @@ def test_texts_wait_for_room_in_the_cache(
     alone = [lm.generate(prompt, max_tokens=100, ignore_eos=True).text for prompt in PROMPTS[:3]]
     assert [found[number] for number in range(3)] == alone
     assert most[0] == 1 and most[1] >= 1
+
+
+def test_who_waits_for_memory_is_told(
+    start_here: StartHere, load: Callable[..., ovspec.LanguageModel], pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for the first text, but not for a long prompt beside it; and the budget is told in bytes."""
+    monkeypatch.setattr(endpoints, "KEEP_ALIVE_SECONDS", 0.02)
+    lm = load(draft="none", cache_memory=0)
+    token_bytes = kv_bytes_per_token(lm.target.ir)
+    size = ("--cache-size", f"{640 * token_bytes / 1e9:.9f}")
+    server = start_here(pair, "--draft", "none", "--precision", "f32", "--max-tokens", "600", *size)
+    lines = list[str]()
+
+    def ask_long() -> None:
+        body = {"prompt": LONG, "max_tokens": 8, "ignore_eos": True, "stream": True}
+        lines.extend(server.post("/v1/completions", body).text.splitlines())
+
+    asking = threading.Thread(target=ask_long)
+    body = {"prompt": "def f(", "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        first_lines = stream.iter_lines()
+        next(first_lines)
+        asking.start()
+        until(lambda: server.metric("ovspec_texts_waiting") == 1)
+        cache = server.get("/ready").json()["cache"]
+        assert cache["limit_bytes"] == pytest.approx(640 * token_bytes, rel=0.01)
+        assert cache["limit_bytes"] >= cache["reserved_bytes"] > cache["used_bytes"] > 0 == cache["set_back_count"]
+        assert server.metric("ovspec_cache_limit_bytes") == cache["limit_bytes"]
+        assert server.metric("ovspec_cache_used_bytes") >= cache["used_bytes"]
+        told = [json.loads(line[6:])["choices"][0] for line in first_lines if line.startswith("data: {")]
+    asking.join()
+    assert told[-1]["finish_reason"] == "length"
+    assert ": waiting for memory that other texts hold" in lines
+    texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
+    assert "".join(texts) == lm.generate(LONG, max_tokens=8, ignore_eos=True).text
+    until(lambda: server.metric("ovspec_cache_used_bytes") == 0)
+    assert 0 < server.metric("ovspec_cache_kept_bytes") <= cache["limit_bytes"]
+    assert server.metric("ovspec_texts_set_back") == 0
 
 
 def test_streams_have_whole_characters_and_no_beginnings_of_stop_strings(server: Running) -> None:
