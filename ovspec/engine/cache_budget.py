@@ -60,7 +60,8 @@ class CacheBudget:
 
     def __init__(self, target: Decoder, max_tokens: float = math.inf, rows_grow: bool = False) -> None:
         self.max_tokens = max_tokens
-        self.task_tokens = 0  # kept free for a background task
+        self.task_tokens = 0  # kept free for a background task: rows that join leave room for it
+        self.task_has_begun = False  # from when on rows of the batch leave room for it, too
         self.reserved_tokens = 0.0  # by all rows in the last round
         self.rows_grow = rows_grow
         self._target = target
@@ -78,15 +79,17 @@ class CacheBudget:
 
     def count_free_tokens(self, batch: Collection[RowInBatch]) -> float:
         """Return the number of tokens that fit besides what ``batch`` reserves; negative if that is too much."""
-        return self._count_free_blocks(batch, self._reserved_length) * self._target.block_size
+        return self._count_free_blocks(batch, self._reserved_length, self.task_tokens) * self._target.block_size
 
     def has_room_for_round(self, batch: Collection[RowInBatch]) -> bool:
         """Return whether each row of ``batch`` can get ``MIN_ROUND_TOKENS``."""
-        return self._count_free_blocks(batch, length_after_short_round) >= 0
+        free_blocks = self._count_free_blocks(batch, length_after_short_round, self._begun_task_tokens)
+        return free_blocks >= self._count_copies(batch)
 
     def divide_free_tokens(self, batch: Collection[RowInBatch]) -> int:
         """Return the number of tokens that each row of ``batch`` may get in a round, at least ``MIN_ROUND_TOKENS``."""
-        free_blocks = int(self._count_free_blocks(batch, current_length))
+        free_blocks = int(self._count_free_blocks(batch, current_length, self._begun_task_tokens))
+        free_blocks -= self._count_copies(batch)
         return max(free_blocks // len(batch) * self._target.block_size, MIN_ROUND_TOKENS)
 
     def count_tokens_to_join(self, row: GrowingText, batch: Collection[RowInBatch]) -> int:
@@ -115,7 +118,17 @@ class CacheBudget:
     def _count_blocks(self, length: int) -> int:
         return -(-length // self._target.block_size)
 
-    def _count_free_blocks(self, batch: Collection[RowInBatch], length_of: Callable[[GrowingText], int]) -> float:
+    def _count_copies(self, batch: Collection[RowInBatch]) -> int:
+        """Return how many blocks rows may have to copy in a round, because they share them and write there."""
+        return len(batch) if self._target.block_size > 1 else 0
+
+    @property
+    def _begun_task_tokens(self) -> int:
+        return self.task_tokens if self.task_has_begun else 0
+
+    def _count_free_blocks(
+        self, batch: Collection[RowInBatch], length_of: Callable[[GrowingText], int], task_tokens: int
+    ) -> float:
         """Return the number of blocks that are free if each row of ``batch`` has the length of ``length_of``."""
         cached_blocks = missing_blocks = 0
         cached_rows = self._target.rows
@@ -126,8 +139,8 @@ class CacheBudget:
             cached_blocks += row_blocks
             missing_blocks += max(0, self._count_blocks(length_of(running_row.row)) - row_blocks)
         used_blocks = self._target.blocks_used if batch else 0  # rows that have ended are about to free theirs
-        if self.task_tokens:  # some of which the task may already use
-            used_blocks = max(used_blocks, cached_blocks + self._count_blocks(self.task_tokens))
+        if task_tokens:  # some of which the task may already use
+            used_blocks = max(used_blocks, cached_blocks + self._count_blocks(task_tokens))
         return self._max_blocks - used_blocks - missing_blocks
 
 

@@ -50,11 +50,13 @@ class BackgroundTask:
 
     steps: a generator; each step takes a few milliseconds.
     cache_tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
+    has_begun: whether there has been room for it.
     future: the generator's return value, or an OvspecError if a step fails or the engine fails; may be cancelled.
     """
 
     steps: Generator[None, None, Any]
     cache_tokens: int = 0
+    has_begun: bool = False
     future: Future[Any] = field(default_factory=Future)
 
     def set_error(self, error: OvspecError) -> None:
@@ -272,9 +274,13 @@ class EngineThread:
             pass
 
     def _advance_task(self, task: BackgroundTask) -> None:
-        self._scheduler.reserve_for_task(min(task.cache_tokens, self.max_cache_tokens))
-        if self._scheduler.free_token_count < 0:
-            return  # until texts have ended
+        task_tokens = min(task.cache_tokens, self.max_cache_tokens)
+        if not task.has_begun:
+            self._scheduler.reserve_for_task(task_tokens)
+            if self._scheduler.free_token_count < 0:
+                return  # until texts have ended
+            task.has_begun = True
+            self._scheduler.reserve_for_task(task_tokens, has_begun=True)
         try:
             if not task.future.cancelled():
                 next(task.steps)

@@ -73,15 +73,6 @@ class RunningRow:
         """Whether its prompt, or its text after it was set back, is being read."""
         return self.set_back_at is not None or not self.row.stats.rounds
 
-    def make_row_to_draft(self, max_new_tokens: float) -> RowToDraft:
-        """Return the row for a round in which it gets at most ``max_new_tokens``."""
-        row_to_draft = self.row.make_row_to_draft()
-        if max_new_tokens < row_to_draft.budget:
-            row_to_draft = row_to_draft._replace(budget=int(max_new_tokens))
-        if self.set_back_at is not None:  # a proposal could not be verified before the text has been read
-            row_to_draft = row_to_draft._replace(drafters_may_propose=False)
-        return row_to_draft
-
 
 class WaitingQueue:
     """Rows that have not joined the batch yet, or were set back, numbered in the order in which they came."""
@@ -191,8 +182,10 @@ class Scheduler:
         if not self._running_rows:
             return None
         self._reorder_decoders()
-        max_new_tokens = self._make_room_for_round()
-        rows_to_draft = [running_row.make_row_to_draft(max_new_tokens) for running_row in self._running_rows]
+        max_new_tokens = self._make_room_for_round() if self._budget.is_limited else math.inf
+        rows_to_draft = [running_row.row.make_row_to_draft() for running_row in self._running_rows]
+        if max_new_tokens < math.inf:
+            rows_to_draft = self._limit_rows_to_draft(rows_to_draft, int(max_new_tokens))
         lengths_before = [len(row_to_draft.sequence) for row_to_draft in rows_to_draft]
         try:
             outcomes, self.last_outcome = run_round(
@@ -252,8 +245,6 @@ class Scheduler:
     def _make_room_for_round(self) -> float:
         """Set back rows until each row has room for a round; return the number of tokens that a row may get in it."""
         budget = self._budget
-        if not budget.is_limited:
-            return math.inf
         free_tokens = budget.count_free_tokens(self._running_rows)
         if free_tokens < 0 and budget.rows_grow and len(self._running_rows) > 1:
             self._target.reuse_prefixes([running_row.row.sequence for running_row in self._running_rows])
@@ -265,6 +256,19 @@ class Scheduler:
         if not budget.rows_grow or len(self._running_rows) == 1:
             return math.inf
         return budget.divide_free_tokens(self._running_rows)
+
+    def _limit_rows_to_draft(self, rows_to_draft: list[RowToDraft], max_new_tokens: int) -> list[RowToDraft]:
+        """Return the rows with budgets of at most ``max_new_tokens``.
+
+        For rows that are read again nothing is proposed, because it could not be verified before they have been read.
+        """
+        return [
+            row_to_draft._replace(
+                budget=min(row_to_draft.budget, max_new_tokens),
+                drafters_may_propose=row_to_draft.drafters_may_propose and running_row.set_back_at is None,
+            )
+            for running_row, row_to_draft in zip(self._running_rows, rows_to_draft, strict=True)
+        ]
 
     def _set_back_row(self, number: int) -> None:
         """Free the blocks of a running row, and let it wait until there is room for its text again."""
@@ -332,9 +336,10 @@ class Scheduler:
         """The number of tokens that the batch reserves."""
         return self._budget.reserved_tokens if self._running_rows else 0.0
 
-    def reserve_for_task(self, token_count: int) -> None:
-        """Keep room for a background task, until a call with 0."""
+    def reserve_for_task(self, token_count: int, has_begun: bool = False) -> None:
+        """Keep room for a background task that waits, or ``has_begun``, until a call with 0."""
         self._budget.task_tokens = token_count
+        self._budget.task_has_begun = has_begun
 
     @property
     def running_row_numbers(self) -> list[int]:

@@ -21,7 +21,6 @@ from ovspec.protocols.requests import IgnoredNames, TextRequest
 from ovspec.server.access import add_ignored_names, find_request_key_number
 from ovspec.server.admission import MAX_TEXTS
 from ovspec.server.errors import ApiError, make_prompt_error
-from ovspec.text.generation_config import DEFAULT_MAX_TOKENS
 from ovspec.text.infill import NO_FIM_ERROR, InfillPrompt
 
 # Limits of a request.
@@ -226,7 +225,7 @@ def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextReque
         max_new_tokens = MAX_LOGPROBS // (1 + top_logprobs) // len(rows)
         for row in rows:
             new_tokens = max_new_tokens - row.prompt_length * request.echo
-            row.limit_length(row.prompt_length + max(new_tokens, DEFAULT_MAX_TOKENS))
+            row.limit_length(row.prompt_length + max(new_tokens, 1))
     token_count = sum(row.max_length for row in rows)
     if not request.echo:
         token_count -= sum(row.prompt_length for row in rows)

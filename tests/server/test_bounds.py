@@ -275,7 +275,7 @@ def test_who_waits_for_memory_is_told(
     lines = list[str]()
 
     def ask_long() -> None:
-        body = {"prompt": LONG, "max_tokens": 8, "ignore_eos": True, "stream": True}
+        body = {"prompt": LONG, "max_tokens": 200, "ignore_eos": True, "stream": True}
         lines.extend(server.post("/v1/completions", body).text.splitlines())
 
     asking = threading.Thread(target=ask_long)
@@ -295,7 +295,7 @@ def test_who_waits_for_memory_is_told(
     assert told[-1]["finish_reason"] == "length"
     assert ": waiting for memory that other texts hold" in lines
     texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
-    assert "".join(texts) == lm.generate(LONG, max_tokens=8, ignore_eos=True).text
+    assert "".join(texts) == lm.generate(LONG, max_tokens=200, ignore_eos=True).text
     until(lambda: server.metric("ovspec_cache_used_bytes") == 0)
     assert 0 < server.metric("ovspec_cache_kept_bytes") <= cache["limit_bytes"]
     assert server.metric("ovspec_texts_set_back") == 0
