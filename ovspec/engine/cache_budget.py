@@ -86,8 +86,13 @@ class CacheBudget:
         free_blocks = self._count_free_blocks(batch, length_after_short_round, self._begun_task_tokens)
         return free_blocks >= self._count_copies(batch)
 
-    def divide_free_tokens(self, batch: Collection[RowInBatch]) -> int:
-        """Return the number of tokens that each row of ``batch`` may get in a round, at least ``MIN_ROUND_TOKENS``."""
+    def divide_free_tokens(self, batch: Collection[RowInBatch], free_tokens: float) -> float:
+        """Return the number of tokens that each row of ``batch`` may get in a round, at least ``MIN_ROUND_TOKENS``.
+
+        ``free_tokens``: from ``count_free_tokens``.
+        """
+        if free_tokens >= 0:
+            return JOINING_GROWTH_TOKENS + free_tokens // len(batch)
         free_blocks = int(self._count_free_blocks(batch, current_length, self._begun_task_tokens))
         free_blocks -= self._count_copies(batch)
         return max(free_blocks // len(batch) * self._target.block_size, MIN_ROUND_TOKENS)

@@ -182,10 +182,12 @@ class Scheduler:
         if not self._running_rows:
             return None
         self._reorder_decoders()
-        max_new_tokens = self._make_room_for_round() if self._budget.is_limited else math.inf
+        max_new_tokens = math.inf
+        if self._budget.is_limited:
+            max_new_tokens = self._make_room_for_round()
         rows_to_draft = [running_row.row.make_row_to_draft() for running_row in self._running_rows]
-        if max_new_tokens < math.inf:
-            rows_to_draft = self._limit_rows_to_draft(rows_to_draft, int(max_new_tokens))
+        if self._budget.is_limited:
+            rows_to_draft = self._limit_rows_to_draft(rows_to_draft, max_new_tokens)
         lengths_before = [len(row_to_draft.sequence) for row_to_draft in rows_to_draft]
         try:
             outcomes, self.last_outcome = run_round(
@@ -255,20 +257,21 @@ class Scheduler:
         # A row that is alone, or that has reserved its maximum length, has room for all of it.
         if not budget.rows_grow or len(self._running_rows) == 1:
             return math.inf
-        return budget.divide_free_tokens(self._running_rows)
+        return budget.divide_free_tokens(self._running_rows, free_tokens)
 
-    def _limit_rows_to_draft(self, rows_to_draft: list[RowToDraft], max_new_tokens: int) -> list[RowToDraft]:
+    def _limit_rows_to_draft(self, rows_to_draft: list[RowToDraft], max_new_tokens: float) -> list[RowToDraft]:
         """Return the rows with budgets of at most ``max_new_tokens``.
 
         For rows that are read again nothing is proposed, because it could not be verified before they have been read.
         """
-        return [
-            row_to_draft._replace(
-                budget=min(row_to_draft.budget, max_new_tokens),
-                drafters_may_propose=row_to_draft.drafters_may_propose and running_row.set_back_at is None,
-            )
-            for running_row, row_to_draft in zip(self._running_rows, rows_to_draft, strict=True)
-        ]
+        limited_rows = rows_to_draft[:]
+        for index, (running_row, row_to_draft) in enumerate(zip(self._running_rows, rows_to_draft, strict=True)):
+            if row_to_draft.budget > max_new_tokens or running_row.set_back_at is not None:
+                limited_rows[index] = row_to_draft._replace(
+                    budget=int(min(row_to_draft.budget, max_new_tokens)),
+                    drafters_may_propose=row_to_draft.drafters_may_propose and running_row.set_back_at is None,
+                )
+        return limited_rows
 
     def _set_back_row(self, number: int) -> None:
         """Free the blocks of a running row, and let it wait until there is room for its text again."""
