@@ -266,12 +266,15 @@ def test_texts_wait_for_room_in_the_cache(
 def test_who_waits_for_memory_is_told(
     start_here: StartHere, load: Callable[..., ovspec.LanguageModel], pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for the first text, but not for a long prompt beside it; and the budget is told in bytes."""
+    """With room for the first text, but not for a long prompt beside it; and the budget is told in bytes.
+
+    The first text sets no ``max_tokens``: it goes on to the end, here of the memory.
+    """
     monkeypatch.setattr(endpoints, "KEEP_ALIVE_SECONDS", 0.02)
     lm = load(draft="none", cache_memory=0)
     token_bytes = kv_bytes_per_token(lm.target.ir)
     size = ("--cache-size", f"{640 * token_bytes / 1e9:.9f}")
-    server = start_here(pair, "--draft", "none", "--precision", "f32", "--max-tokens", "600", *size)
+    server = start_here(pair, "--draft", "none", "--precision", "f32", *size)
     lines = list[str]()
 
     def ask_long() -> None:
@@ -279,7 +282,7 @@ def test_who_waits_for_memory_is_told(
         lines.extend(server.post("/v1/completions", body).text.splitlines())
 
     asking = threading.Thread(target=ask_long)
-    body = {"prompt": "def f(", "ignore_eos": True, "stream": True}
+    body = {"prompt": "def f(", "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         first_lines = stream.iter_lines()
         next(first_lines)
@@ -290,9 +293,9 @@ def test_who_waits_for_memory_is_told(
         assert cache["limit_bytes"] >= cache["reserved_bytes"] > cache["used_bytes"] > 0 == cache["set_back_count"]
         assert server.metric("ovspec_cache_limit_bytes") == cache["limit_bytes"]
         assert server.metric("ovspec_cache_used_bytes") >= cache["used_bytes"]
-        told = [json.loads(line[6:])["choices"][0] for line in first_lines if line.startswith("data: {")]
+        *_, last, usage = [json.loads(line[6:]) for line in first_lines if line.startswith("data: {")]
     asking.join()
-    assert told[-1]["finish_reason"] == "length"
+    assert last["choices"][0]["finish_reason"] == "length" and 600 < usage["usage"]["total_tokens"] <= 640
     assert ": waiting for memory that other texts hold" in lines
     texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
     assert "".join(texts) == lm.generate(LONG, max_tokens=200, ignore_eos=True).text
