@@ -235,7 +235,7 @@ def test_texts_of_requests_may_fill_the_context(with_generation_config: Callable
         assert row_maker.with_long_texts(make_params({})).max_tokens == expected
         assert row_maker.with_long_texts(make_params({"max_tokens": 3})).max_tokens == 3
         lines = []
-        context, params = lm.target.ir.context_length, make_params({"ignore_eos": True, "lookahead": 0})
+        context, params = lm.target.ir.context_length or 0, make_params({"ignore_eos": True, "lookahead": 0})
         prompt = [100] * (context - 300)
         requests = [BatchRequest("1", "", TextRequest("batch_line", [prompt]))]
         for _ in BatchRun(lm, params, requests, lambda _, line, lines=lines: lines.append(line)).run_rounds():
