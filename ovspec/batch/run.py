@@ -52,7 +52,7 @@ class BatchRun(Iterator[Row]):
         report_line: Callable[[BatchRequest, JsonObject], None],
     ) -> None:
         self._lm = lm
-        self._params = params
+        self._params = lm.runtime.row_maker.with_long_texts(params)
         self._requests = iter(requests)
         self._report_line = report_line
         self._row_numbers = itertools.count()  # as the scheduler counts rows

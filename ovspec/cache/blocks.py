@@ -159,10 +159,12 @@ class BlockTensors:
         return array.values
 
     def grow(self) -> None:
-        """Double the arrays until they have room for all blocks of the pool."""
+        """Double the arrays until they have room for all blocks of the pool, but not beyond the pool's limit."""
         capacity = max(INITIAL_CAPACITY, self.capacity)
         while capacity < self.pool.needed_capacity:
             capacity *= 2
+        if self.pool.needed_capacity <= self.pool.used_limit < capacity:
+            capacity = max(self.capacity, self.pool.used_limit)
         if capacity > self.capacity:
             self._reallocate(capacity)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -25,11 +27,23 @@ class KeptCache:
     text: Sequence
     arrays: dict[str, np.ndarray]
 
+    @property
+    def nbytes(self) -> int:
+        return sum([array.nbytes for array in self.arrays.values()])
+
+
+class CacheUser(Protocol):
+    """A decoder, whose rows' caches take memory, too."""
+
+    @property
+    def rows(self) -> list[Sequence]: ...
+
 
 class KeptCaches:
     """Caches of ended texts of a model; each text is found by its beginning, or as a whole if it has recurrent states.
 
-    The longest unused are evicted once ``max_cached_tokens`` are kept; a cache counts as many as take its memory.
+    The longest unused are evicted once they and the rows of all decoders have ``max_cached_tokens``; a cache counts as
+    many as take its memory.
     """
 
     def __init__(self, ir: CompiledIR, max_cached_tokens: float) -> None:
@@ -41,11 +55,12 @@ class KeptCaches:
         self._rope_switch = ir.config.rope_switch_length or sys.maxsize
         self._max_bytes = max_cached_tokens * self._token_bytes
         self._caches: list[KeptCache] = []  # the longest unused first
+        self._users = weakref.WeakSet[CacheUser]()
         self._lock = threading.Lock()
 
     @property
     def idle_bytes(self) -> int:
-        return sum(array.nbytes for cache in list(self._caches) for array in cache.arrays.values())
+        return sum([cache.nbytes for cache in list(self._caches)])
 
     @property
     def idle_count(self) -> int:
@@ -60,6 +75,17 @@ class KeptCaches:
     def free_idle(self) -> None:
         with self._lock:
             self._caches.clear()
+
+    def add_user(self, user: CacheUser) -> None:
+        """Count the rows of a decoder from now on."""
+        with self._lock:
+            self._users.add(user)
+
+    def make_room_for_rows(self) -> None:
+        """Evict caches if the decoders' rows have grown."""
+        if self._caches:
+            with self._lock:
+                self._evict()
 
     def keep(self, text: Sequence, dump: Callable[[], dict[str, np.ndarray]]) -> None:
         """Keep what ``dump`` returns, the cache of ``text``, unless a longer text's contains it."""
@@ -80,7 +106,7 @@ class KeptCaches:
                 or self._measure_prefix(new_cache, cache.text.tokens) < len(cache.text)
             ]
             self._caches.append(new_cache)
-            self._evict()
+            self._evict(len(text))  # whose row is about to go on without it
 
     def find_prefix(self, tokens: np.ndarray, owner: Hashable, min_length: int) -> KeptCache | None:
         """Return the longest known prefix of ``tokens`` (n,) with its cache, or None if it is too short."""
@@ -115,7 +141,10 @@ class KeptCaches:
         self._caches.remove(cache)
         self._caches.append(cache)
 
-    def _evict(self) -> None:
-        while self._caches and self.idle_bytes > self._max_bytes:
+    def _evict(self, uncounted_tokens: int = 0) -> None:
+        """Evict caches until they and the rows fit, of which ``uncounted_tokens`` don't count."""
+        row_tokens = max(0, sum([len(row) for user in self._users for row in user.rows]) - uncounted_tokens)
+        max_idle_bytes = self._max_bytes - row_tokens * self._kv_bytes
+        while self._caches and self.idle_bytes > max_idle_bytes:
             cache = self._caches.pop(0)
             self.evicted_count += len(cache.text)

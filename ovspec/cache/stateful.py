@@ -96,6 +96,8 @@ class StatefulDecoder:
         self._slot_tables = SlotTables(1)
         self.rows: list[Sequence] = []
         self._reset_rows(1)
+        if kept_caches:
+            kept_caches.add_user(self)
 
     @property
     def seconds(self) -> float:
@@ -139,6 +141,8 @@ class StatefulDecoder:
         features: Features = None,
     ) -> list[np.ndarray]:
         count = len(tokens[0])
+        if self._kept_caches:
+            self._kept_caches.make_room_for_rows()
         if self._keeps_prompt_end(count) and logits_counts == [1]:
             self.feed([tokens[0][:-1]], [0])
             self.keep_cache()
@@ -542,7 +546,7 @@ class RowByRowDecoder:
         old_decoders = self._decoders
         moved_decoders: dict[int, StatefulDecoder] = {}
         for row in {*range(len(old_decoders))}.difference(rows):
-            old_decoders[row].keep_cache()
+            old_decoders[row].reset(0)  # which keeps its cache for other texts, and frees its memory
             self._unused_decoders.append(old_decoders[row])
         self._decoders = []
         for row in rows:

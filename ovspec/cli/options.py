@@ -21,7 +21,7 @@ from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import ANY_NUMBER
 from ovspec.params.loading import LOAD_OPTIONS, RUNTIME_OPTIONS
 from ovspec.params.option import Option, OptionValue, is_collection_type, literal_values, union_members
-from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
+from ovspec.params.sampling import LONG_DEFAULT_TEXT, RECOMMENDED_DEFAULT_TEXTS
 from ovspec.params.values import describe_value_problem, parse_number_or_text, single_value_type
 
 CommandFunction: TypeAlias = Callable[..., None]
@@ -32,6 +32,7 @@ CHAT_MAX_TOKENS = 1024
 CHAT_DEFAULT_TEXTS = {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}
 # (command, option) -> the default that a command sets itself, in words.
 COMMAND_DEFAULT_TEXTS = {("chat", option): default_text for option, default_text in CHAT_DEFAULT_TEXTS.items()}
+COMMAND_DEFAULT_TEXTS["batch", "max_tokens"] = LONG_DEFAULT_TEXT
 
 
 class ParsedType(click.ParamType):

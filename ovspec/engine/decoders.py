@@ -97,9 +97,12 @@ class ModelPair:
         max_cache_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         if max_cache_bytes:
             for loaded_model in self.loaded_models:
-                # Kept recurrent states count as blocks; without keys and values there are none.
-                token_bytes = sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes
-                loaded_model.share_prefixes(max_cache_bytes / token_bytes)
+                loaded_model.share_prefixes(self._count_kept_tokens(max_cache_bytes))
+
+    @property
+    def rows_grow(self) -> bool:
+        """Whether rows of a batch reserve what they have, because a text that is read again stays the same."""
+        return self.target.arithmetic == "exact"
 
     def with_drafters(self, draft_choice: DraftChoice | None) -> ModelPair:
         """Return the same models with other drafters; a draft model must be the loaded one."""
@@ -179,9 +182,15 @@ class ModelPair:
         return sum(cache.idle_bytes for cache in self.prefix_caches)
 
     def limit_cached_tokens(self, max_tokens: float) -> None:
-        """Evict kept KV caches once ``max_tokens`` are cached."""
+        """Evict kept KV caches once ``max_tokens`` are cached, or as many as fit into ``cache_bytes``, if it is set."""
+        if self.cache_bytes is not None:
+            max_tokens = min(max_tokens, self._count_kept_tokens(self.cache_bytes))
         for cache in self.prefix_caches:
             cache.limit_cached_tokens(max_tokens)
+
+    def _count_kept_tokens(self, kept_bytes: float) -> float:
+        # Kept recurrent states count as blocks; without keys and values there are none.
+        return kept_bytes / (sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes)
 
     def free_idle_caches(self) -> None:
         """Free the KV caches that no text needs."""
@@ -260,8 +269,10 @@ class DecoderPool:
                 max_rows = params.batch_size
                 irs = self.models.compiled_irs(drafter is not None)
                 max_tokens = count_free_tokens(irs, max_rows, self.models.idle_cache_bytes)
+                # The budget counts the blocks of other texts, too.
+                max_tokens += decoders.target.blocks_used * decoders.target.block_size
             isolated_errors = (OvspecError,) if isolate_errors else ()
-            batch_limits = BatchLimits(max_rows, max_tokens, isolated_errors=isolated_errors)
+            batch_limits = BatchLimits(max_rows, max_tokens, self.models.rows_grow, isolated_errors=isolated_errors)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, batch_limits))
         finally:
             self.release(decoders)

@@ -15,13 +15,14 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import NgramIndex
 from ovspec.drafting.proposal import Proposal
+from ovspec.engine.cache_budget import CacheUsage
 from ovspec.engine.decoders import NO_LOOKAHEAD
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
-from ovspec.ir.memory import count_tokens_in_bytes
+from ovspec.ir.memory import count_tokens_in_bytes, kv_bytes_per_token, recurrent_row_bytes
 
 MIN_CACHE_TOKENS = 32  # number of tokens whose KV cache must fit into memory
 FREE_MEMORY_SHARE = 0.8  # share of the free memory that KV caches may take
@@ -49,11 +50,13 @@ class BackgroundTask:
 
     steps: a generator; each step takes a few milliseconds.
     cache_tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
+    has_begun: whether there has been room for it.
     future: the generator's return value, or an OvspecError if a step fails or the engine fails; may be cancelled.
     """
 
     steps: Generator[None, None, Any]
     cache_tokens: int = 0
+    has_begun: bool = False
     future: Future[Any] = field(default_factory=Future)
 
     def set_error(self, error: OvspecError) -> None:
@@ -67,7 +70,7 @@ class EngineThread:
     Args:
         runtime: of the model.
         max_rows: maximum number of rows in the batch.
-        cache_bytes: memory that the KV caches of all rows may take; a share of the free memory by default.
+        cache_bytes: memory of all KV caches, of rows, drafts and kept prefixes; a share of the free memory by default.
         lookup_tokens: tokens of earlier texts that lookup may propose from.
         prefill_tokens: tokens of prompts that a round reads; by default so few that other texts hardly wait.
     """
@@ -108,16 +111,16 @@ class EngineThread:
     def start(self, warm_up: bool = True) -> None:
         """Find out how many tokens fit into memory, and start the thread.
 
-        warm_up: for a server. Warm up first, move weights into large pages between rounds, and let kept blocks of
-            ended texts take all the memory of the KV caches.
+        warm_up: for a server. Warm up first, move weights into large pages between rounds, and let kept caches of
+            ended texts take all the memory of the KV caches, unless less was set for them.
         """
         runtime = self.runtime
         irs = runtime.models.compiled_irs(self._drafter is not None)
         if warm_up:
             self._warm_up()
             self.add_task(BackgroundTask(step for ir in irs for step in ir.large_page_mover.move_in_steps()))
-        cache_bytes = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
-        self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, cache_bytes), 2**62))
+        self._cache_limit_bytes = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
+        self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, self._cache_limit_bytes), 2**62))
         if self.max_cache_tokens < MIN_CACHE_TOKENS:
             error_message = f"The memory for KV caches holds {max(0, self.max_cache_tokens)} tokens; free some"
             if self._cache_bytes:
@@ -125,11 +128,11 @@ class EngineThread:
             raise OvspecError(f"{error_message}.")
         if warm_up:
             runtime.models.free_idle_caches()  # of the warm-up
-        if warm_up and runtime.models.cache_bytes is None:
             runtime.models.limit_cached_tokens(self.max_cache_tokens)
         batch_limits = BatchLimits(
             self._max_rows,
             self.max_cache_tokens,
+            runtime.models.rows_grow,
             self._prefill_budget,
             isolated_errors=(Exception,),
             max_constraint_seconds=MAX_CONSTRAINT_SECONDS,
@@ -189,7 +192,7 @@ class EngineThread:
             for task in self._tasks:
                 task.set_error(error)
             self._tasks.clear()
-            self._scheduler.queue.reserved_tokens = 0
+            self._scheduler.reserve_for_task(0)
 
         self._commands.put(fail_jobs_and_tasks)
 
@@ -213,6 +216,25 @@ class EngineThread:
     def waiting_row_count(self) -> int:
         """Number of rows that wait for the batch."""
         return len(self._scheduler.queue)
+
+    def measure_cache_usage(self) -> CacheUsage:
+        """Return the bytes of the KV caches of target and drafts."""
+        models = self.runtime.models
+        decoders = [self._decoders.target, *(self._decoders.drafts if self._drafter else [])]
+        irs = models.compiled_irs(self._drafter is not None)
+        token_bytes = sum(map(kv_bytes_per_token, irs))
+        states_bytes = self.running_row_count * sum(map(recurrent_row_bytes, irs))
+        used_bytes = [
+            decoder.blocks_used * decoder.block_size * kv_bytes_per_token(ir)
+            for decoder, ir in zip(decoders, irs, strict=True)
+        ]
+        return CacheUsage(
+            limit_bytes=self._cache_limit_bytes,
+            reserved_bytes=self._scheduler.reserved_token_count * token_bytes + states_bytes,
+            used_bytes=sum(used_bytes) + states_bytes,
+            kept_bytes=models.idle_cache_bytes,
+            set_back_count=self._scheduler.set_back_count,
+        )
 
     def count_cache_blocks(self) -> tuple[int, int]:
         """Return (used blocks, free blocks) of the target's KV cache; without blocks, one token is a block."""
@@ -252,9 +274,13 @@ class EngineThread:
             pass
 
     def _advance_task(self, task: BackgroundTask) -> None:
-        self._scheduler.queue.reserved_tokens = min(task.cache_tokens, self.max_cache_tokens)
-        if self._scheduler.free_token_count < 0:
-            return  # until texts have ended
+        task_tokens = min(task.cache_tokens, self.max_cache_tokens)
+        if not task.has_begun:
+            self._scheduler.reserve_for_task(task_tokens)
+            if self._scheduler.free_token_count < 0:
+                return  # until texts have ended
+            task.has_begun = True
+            self._scheduler.reserve_for_task(task_tokens, has_begun=True)
         try:
             if not task.future.cancelled():
                 next(task.steps)
@@ -266,7 +292,7 @@ class EngineThread:
         except BaseException as error:
             task.set_error(as_inference_error(error))
         self._tasks.remove(task)
-        self._scheduler.queue.reserved_tokens = 0
+        self._scheduler.reserve_for_task(0)
 
     def _run_batch_round(self) -> None:
         pieces = self._scheduler.run_next_round() or []

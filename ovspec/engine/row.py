@@ -117,6 +117,7 @@ class Row:
         self.draft_limits = DraftLimits(None, params.lookahead_limit)
         # Whether the text ends before its first token, when its prompt is in the KV cache.
         self.prefill_only = params.max_tokens == 0
+        self.waits_for_memory = False  # that other texts hold
         self.error: Exception | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence = sequence
         self.sampler = sampler
@@ -290,7 +291,8 @@ class Row:
         forced_count = outcome.forced_count
         if not stats.rounds:  # a grammar may force tokens before the prompt has been read
             self._read_token_count += outcome.read_count - forced_count
-            stats.cached_tokens = min(self.prompt_length, self.prompt_length - self._read_token_count)
+            # Tokens count as read as often as they were: again if the row was set back meanwhile.
+            stats.cached_tokens = max(0, min(self.prompt_length, self.prompt_length - self._read_token_count))
         stats.forced += min(forced_count, used_count)
         stats.rounds += len(outcome.tokens) > forced_count
         if self.finish_reason and not stats.rounds:

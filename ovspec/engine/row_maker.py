@@ -72,6 +72,12 @@ class RowMaker:
             )
         return replace(params, **model_defaults)
 
+    def with_long_texts(self, params: Params) -> Params:
+        """Return ``params`` of requests, whose texts may go on to the end of the context unless they say otherwise."""
+        if params.max_tokens is not None:
+            return params
+        return replace(params, max_tokens=self.prompt_encoder.generation_config.settings.max_new_tokens or -1)
+
     def text_token_limit(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
         if params.max_tokens is None:

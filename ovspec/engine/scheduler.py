@@ -16,10 +16,12 @@ from ovspec.cache.prefill import should_wait_for_prefix
 from ovspec.cache.sequence import EMPTY_ROW, Sequence
 from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
+from ovspec.engine.cache_budget import CacheBudget
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import FinishReason, Piece, Stats
 from ovspec.engine.round import RowOutcome, run_round
 
+MAX_SECONDS_WITHOUT_ROOM = 30.0  # that a row waits for memory that younger rows hold
 SLOW_STEP_SECONDS = 0.05  # seconds that a row's constraints take for a token, from which they count as slow
 
 
@@ -30,6 +32,7 @@ class Schedulable(Protocol):
     stats: Stats
     finish_reason: FinishReason | None
     max_length: int  # tokens that the text may grow to
+    waits_for_memory: bool  # that other texts hold
 
     def make_row_to_draft(self) -> RowToDraft: ...
 
@@ -45,16 +48,17 @@ class BatchLimits:
     """Limits of a batch, and fairness between its rows."""
 
     max_rows: int = 1
-    max_tokens: float = math.inf  # of all rows together, at their maximum lengths
+    max_tokens: float = math.inf  # of the KV caches of all rows together
+    rows_grow: bool = False  # whether a row reserves what it has, instead of its maximum length; see ``CacheBudget``
     prefill_budget: PrefillBudget | None = None  # of a round, if rows must not wait long
     isolated_errors: tuple[type[Exception], ...] = ()  # errors of a row's constraints that end only that row
     # Seconds of a row's steps slower than ``SLOW_STEP_SECONDS`` after which its constraints fail.
     max_constraint_seconds: float = math.inf
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RunningRow:
-    """A row of the batch, and its number among all rows."""
+    """A row that has joined the batch, and its number among all rows."""
 
     number: int
     row: Schedulable
@@ -62,17 +66,25 @@ class RunningRow:
     # Seconds on the wall clock, of target inference and of drafting, when the row joined.
     clocks_at_join: tuple[float, float, float]
     slow_seconds: float = 0.0  # of slow steps of its constraints
+    set_back_at: float | None = None  # when it was set back, until its text has been read again
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prompt, or its text after it was set back, is being read."""
+        return self.set_back_at is not None or not self.row.stats.rounds
 
 
 class WaitingQueue:
-    """Rows that have not joined the batch yet, numbered in the order in which they came."""
+    """Rows that have not joined the batch yet, or were set back, numbered in the order in which they came."""
 
-    def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
+    def __init__(self, rows: Iterable[Schedulable], max_rows: int, budget: CacheBudget) -> None:
         self._incoming_rows = iter(rows)
-        self._limits = limits
+        self._max_rows = max_rows
+        self._budget = budget
         self._row_numbers = itertools.count()
-        self._waiting_rows: dict[int, Schedulable] = {}
-        self.reserved_tokens = 0  # kept free for a background task
+        self._waiting_rows: dict[int, Schedulable] = {}  # the oldest first
+        self.row_without_room: tuple[int, Schedulable] | None = None  # the first row that waits for memory
+        self._short_since = 0.0  # when that row began to wait for memory
 
     def __len__(self) -> int:
         return len(self._waiting_rows)
@@ -83,35 +95,49 @@ class WaitingQueue:
         self._waiting_rows[number] = row
         return number
 
+    def return_row(self, number: int, row: Schedulable) -> None:
+        """Add a row that was set back, before younger ones."""
+        self._waiting_rows = dict(sorted([*self._waiting_rows.items(), (number, row)], key=lambda item: item[0]))
+
     def remove_row(self, number: int) -> Schedulable | None:
         return self._waiting_rows.pop(number, None)
 
-    def count_tokens_that_fit(self, batch: list[Schedulable]) -> float:
-        """Return the number of tokens that fit into memory besides ``batch``; negative if too many are reserved."""
-        return self._limits.max_tokens - self.reserved_tokens - sum([row.max_length for row in batch])
+    @property
+    def seconds_without_room(self) -> float:
+        """How long ``row_without_room`` has waited."""
+        return time.perf_counter() - self._short_since if self.row_without_room else 0.0
 
-    def admit_rows(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
+    def admit_rows(self, batch: list[RunningRow]) -> list[tuple[int, Schedulable]]:
         """Remove the rows for which ``batch`` has room, at least one if it is empty; return them as (number, row).
 
         A row waits while another prompt with the same prefix is being read, because it can continue from there.
         """
-        free_tokens = self.count_tokens_that_fit(batch)
-        prefilling_sequences = [row.sequence for row in batch if not row.stats.rounds]
-        cached_sequences = [row.sequence for row in batch if row.stats.rounds]
+        budget = self._budget
+        is_limited = budget.is_limited
+        free_tokens = budget.count_free_tokens(batch) if is_limited else math.inf
+        prefilling_sequences = [running_row.row.sequence for running_row in batch if running_row.is_reading]
+        cached_sequences = [running_row.row.sequence for running_row in batch if not running_row.is_reading]
         admitted_rows: list[tuple[int, Schedulable]] = []
-        for row in itertools.islice(self._incoming_rows, max(0, self._limits.max_rows - len(self._waiting_rows))):
+        for row in itertools.islice(self._incoming_rows, max(0, self._max_rows - len(self._waiting_rows))):
             self.add_row(row)
+        row_without_room = None
         for number, row in self._waiting_rows.items():
-            if len(batch) + len(admitted_rows) == self._limits.max_rows:
-                break
-            if row.max_length > free_tokens and (batch or admitted_rows or self.reserved_tokens):
-                break
-            if not prefilling_sequences or not should_wait_for_prefix(
+            row.waits_for_memory = row_without_room is not None  # also if only a row before it doesn't fit
+            if row_without_room or len(batch) + len(admitted_rows) == self._max_rows:
+                continue
+            token_count = budget.count_tokens_to_join(row, batch) if is_limited else 0
+            if token_count > free_tokens and (batch or admitted_rows or budget.task_tokens):
+                row.waits_for_memory = True
+                row_without_room = number, row
+            elif not prefilling_sequences or not should_wait_for_prefix(
                 row.sequence, prefilling_sequences, cached_sequences
             ):
                 admitted_rows.append((number, row))
                 prefilling_sequences.append(row.sequence)
-                free_tokens -= row.max_length
+                free_tokens -= token_count
+        if row_without_room != self.row_without_room:
+            self.row_without_room = row_without_room
+            self._short_since = time.perf_counter()
         for number, _ in admitted_rows:
             del self._waiting_rows[number]
         return admitted_rows
@@ -140,22 +166,28 @@ class Scheduler:
         self._lookahead = lookahead
         self._row_followers = [target, drafter] if drafter else [target]
         self._learn_from_round = learn_from_round or lookahead.learn_round
-        self.queue = WaitingQueue(rows, limits)
+        self._budget = CacheBudget(target, limits.max_tokens, limits.rows_grow)
+        self.queue = WaitingQueue(rows, limits.max_rows, self._budget)
         self._limits = limits
         self.last_outcome: RoundOutcome | None = None
+        self.set_back_count = 0  # rows that were set back so far
         self._running_rows: list[RunningRow] = []
+        self._set_back_rows: dict[int, RunningRow] = {}  # by number, in the queue
         self._initial_decoder_rows = list(range(len(target.rows)))  # the decoders' rows for the first of ``rows``
 
     def run_next_round(self) -> list[tuple[int, Piece]] | None:
         """Run one round; return (number, piece) for each row, or None if no row is left."""
         if len(self._running_rows) < self._limits.max_rows:
-            for number, row in self.queue.admit_rows([running_row.row for running_row in self._running_rows]):
-                decoder_row = self._initial_decoder_rows.pop(0) if self._initial_decoder_rows else EMPTY_ROW
-                self._running_rows.append(RunningRow(number, row, decoder_row, self._take_clock_readings()))
+            self._admit_rows()
         if not self._running_rows:
             return None
         self._reorder_decoders()
+        max_new_tokens = math.inf
+        if self._budget.is_limited:
+            max_new_tokens = self._make_room_for_round()
         rows_to_draft = [running_row.row.make_row_to_draft() for running_row in self._running_rows]
+        if self._budget.is_limited:
+            rows_to_draft = self._limit_rows_to_draft(rows_to_draft, max_new_tokens)
         lengths_before = [len(row_to_draft.sequence) for row_to_draft in rows_to_draft]
         try:
             outcomes, self.last_outcome = run_round(
@@ -183,6 +215,76 @@ class Scheduler:
         self._running_rows = [running_row for running_row in self._running_rows if not running_row.row.finish_reason]
         return pieces
 
+    def _admit_rows(self) -> None:
+        """Let rows join the batch."""
+        if self._budget.is_limited and self._running_rows and not self._initial_decoder_rows:
+            self._reorder_decoders()  # so that rows that have ended hold no memory
+        if self.queue.seconds_without_room > MAX_SECONDS_WITHOUT_ROOM and self._budget.rows_grow:
+            self._free_memory_of_younger_rows()
+        for number, row in self.queue.admit_rows(self._running_rows):
+            running_row = self._set_back_rows.pop(number, None)
+            if not running_row:
+                decoder_row = self._initial_decoder_rows.pop(0) if self._initial_decoder_rows else EMPTY_ROW
+                running_row = RunningRow(number, row, decoder_row, self._take_clock_readings())
+            self._running_rows.append(running_row)
+
+    def _free_memory_of_younger_rows(self) -> None:
+        """Set back rows that are younger than the row that waits for their memory, if that is enough."""
+        assert self.queue.row_without_room
+        number, row = self.queue.row_without_room
+        budget = self._budget
+        needed_tokens = budget.count_tokens_to_join(row, self._running_rows)
+
+        def find_younger_rows() -> dict[int, Schedulable]:
+            return {other.number: other.row for other in self._running_rows if other.number > number}
+
+        freed_tokens = sum([budget.count_tokens_to_join(younger, []) for younger in find_younger_rows().values()])
+        if budget.count_free_tokens(self._running_rows) + freed_tokens < needed_tokens:
+            return
+        while (younger_rows := find_younger_rows()) and budget.count_free_tokens(self._running_rows) < needed_tokens:
+            self._set_back_row(budget.choose_row_to_set_back(younger_rows))
+
+    def _make_room_for_round(self) -> float:
+        """Set back rows until each row has room for a round; return the number of tokens that a row may get in it."""
+        budget = self._budget
+        free_tokens = budget.count_free_tokens(self._running_rows)
+        if free_tokens < 0 and budget.rows_grow and len(self._running_rows) > 1:
+            self._target.reuse_prefixes([running_row.row.sequence for running_row in self._running_rows])
+            while len(self._running_rows) > 1 and not budget.has_room_for_round(self._running_rows):
+                self._set_back_row(budget.choose_row_to_set_back(self.running_row_numbers))
+            free_tokens = budget.count_free_tokens(self._running_rows)
+        budget.reserved_tokens = budget.max_tokens - free_tokens
+        # A row that is alone, or that has reserved its maximum length, has room for all of it.
+        if not budget.rows_grow or len(self._running_rows) == 1:
+            return math.inf
+        return budget.divide_free_tokens(self._running_rows, free_tokens)
+
+    def _limit_rows_to_draft(self, rows_to_draft: list[RowToDraft], max_new_tokens: float) -> list[RowToDraft]:
+        """Return the rows with budgets of at most ``max_new_tokens``.
+
+        For rows that are read again nothing is proposed, because it could not be verified before they have been read.
+        """
+        limited_rows = rows_to_draft[:]
+        for index, (running_row, row_to_draft) in enumerate(zip(self._running_rows, rows_to_draft, strict=True)):
+            if row_to_draft.budget > max_new_tokens or running_row.set_back_at is not None:
+                limited_rows[index] = row_to_draft._replace(
+                    budget=int(min(row_to_draft.budget, max_new_tokens)),
+                    drafters_may_propose=row_to_draft.drafters_may_propose and running_row.set_back_at is None,
+                )
+        return limited_rows
+
+    def _set_back_row(self, number: int) -> None:
+        """Free the blocks of a running row, and let it wait until there is room for its text again."""
+        row_numbers = self.running_row_numbers
+        running_row = self._running_rows.pop(row_numbers.index(number))
+        self._reorder_decoders()
+        running_row.decoder_row = EMPTY_ROW
+        running_row.set_back_at = time.perf_counter()
+        running_row.row.waits_for_memory = True
+        self._set_back_rows[number] = running_row
+        self.queue.return_row(number, running_row.row)
+        self.set_back_count += 1
+
     def _make_piece(
         self, running_row: RunningRow, row_to_draft: RowToDraft, outcome: RowOutcome, length_before: int
     ) -> Piece:
@@ -193,6 +295,8 @@ class Scheduler:
             running_row.slow_seconds += constraint_seconds
             if running_row.slow_seconds > self._limits.max_constraint_seconds and not error:
                 error = OvspecError("The grammar takes too long to follow; simplify it.")
+        if len(outcome.tokens) > outcome.forced_count:
+            running_row.set_back_at = None
         if not error:
             try:
                 return running_row.row.add_outcome(outcome)
@@ -227,8 +331,18 @@ class Scheduler:
 
     @property
     def free_token_count(self) -> float:
-        """The number of tokens that fit into memory besides the batch; see ``WaitingQueue.count_tokens_that_fit``."""
-        return self.queue.count_tokens_that_fit([running_row.row for running_row in self._running_rows])
+        """The number of tokens that fit into memory besides what the batch reserves."""
+        return self._budget.count_free_tokens(self._running_rows)
+
+    @property
+    def reserved_token_count(self) -> float:
+        """The number of tokens that the batch reserves."""
+        return self._budget.reserved_tokens if self._running_rows else 0.0
+
+    def reserve_for_task(self, token_count: int, has_begun: bool = False) -> None:
+        """Keep room for a background task that waits, or ``has_begun``, until a call with 0."""
+        self._budget.task_tokens = token_count
+        self._budget.task_has_begun = has_begun
 
     @property
     def running_row_numbers(self) -> list[int]:
@@ -239,6 +353,8 @@ class Scheduler:
         for row_number in row_numbers:
             if row := self.queue.remove_row(row_number):
                 row.cancel()
+            if set_back_row := self._set_back_rows.pop(row_number, None):
+                self._record_row_times(set_back_row)
         for running_row in self._running_rows:
             if running_row.number in row_numbers:
                 running_row.row.cancel()
@@ -248,11 +364,14 @@ class Scheduler:
         ]
 
     def cancel_rows(self) -> list[tuple[int, Piece]]:
-        return [(running_row.number, running_row.row.cancel()) for running_row in self._running_rows]
+        return [(running_row.number, running_row.row.cancel()) for running_row in self._list_begun_rows()]
 
     def record_times(self) -> None:
-        for running_row in self._running_rows:
+        for running_row in self._list_begun_rows():
             self._record_row_times(running_row)
+
+    def _list_begun_rows(self) -> list[RunningRow]:
+        return [*self._running_rows, *self._set_back_rows.values()]
 
     def _take_clock_readings(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._target.seconds, self._drafter.seconds if self._drafter else 0.0

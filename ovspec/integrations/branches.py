@@ -63,6 +63,7 @@ class Branch:
 
     finish_reason: FinishReason | None = None
     max_length = 0
+    waits_for_memory = False
 
     def __init__(self, decoders: DecoderSet, has_drafter: bool, lookahead: Lookahead, sequence: Sequence) -> None:
         self.decoders = decoders

@@ -181,9 +181,12 @@ SAMPLING_OPTIONS = collect_options(SamplingParams)
 TRUNCATING_OPTIONS = tuple(name for name, declaration in SAMPLING_OPTIONS.items() if declaration.truncates)
 DISTRIBUTION_OPTIONS = ("temperature", *TRUNCATING_OPTIONS)  # they make the distribution that a token is drawn from
 # Their defaults in a chat and on a server, in words.
+LONG_DEFAULT_TEXT = "from the model's generation config, or as many as the context holds"  # of max_tokens
 RECOMMENDED_DEFAULT_TEXTS = {
     name: f"as the model's generation config recommends, or {SAMPLING_OPTIONS[name].default_text}"
     for name in DISTRIBUTION_OPTIONS
 }
+# Their defaults, and that of ``max_tokens``, in a request.
+REQUEST_DEFAULT_TEXTS = {"max_tokens": LONG_DEFAULT_TEXT, **RECOMMENDED_DEFAULT_TEXTS}
 
 SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n{format_option_documentation(SAMPLING_OPTIONS)}"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, TEMPERATURE, NumberLimits
 from ovspec.params.option import collect_options, option, options_dataclass
-from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS, SAMPLING_OPTIONS
+from ovspec.params.sampling import LONG_DEFAULT_TEXT, RECOMMENDED_DEFAULT_TEXTS, SAMPLING_OPTIONS
 from ovspec.params.values import parse_lookahead
 
 
@@ -54,7 +54,9 @@ class ServeParams:
     )
     request_timeout: float = option("Seconds that a request may take in all.", default=3600.0, limits=POSITIVE)
     cache_size: float | None = option(
-        "Gigabytes that the KV caches of all texts may take together.",
+        "Gigabytes that all KV caches may take together: of texts, of drafts, and those kept of ended texts. A text "
+        "takes memory as it grows. Where it runs out, the youngest text waits, and is then read again; with "
+        "arithmetic that isn't exact, a text reserves memory for its maximum length instead.",
         default=None,
         limits=POSITIVE,
         default_meaning="80 % of the memory that is free after loading",
@@ -91,7 +93,7 @@ class ServeParams:
         "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
         default=None,
         limits=NumberLimits(1, description="at least 1, or -1", special_value=-1),
-        default_meaning=SAMPLING_OPTIONS["max_tokens"].default_meaning,
+        default_meaning=LONG_DEFAULT_TEXT,
         flags=SAMPLING_OPTIONS["max_tokens"].flags,
         metavar="N",
     )

@@ -23,7 +23,7 @@ from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import LARGEST_NUMBER, NumberLimits
 from ovspec.params.option import Option
-from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
+from ovspec.params.sampling import REQUEST_DEFAULT_TEXTS
 from ovspec.params.values import describe_value_problem
 from ovspec.protocols.unsupported import (
     FIELD_TO_USE_INSTEAD,
@@ -167,7 +167,7 @@ def define_option_field(option: Option) -> tuple[Any, Any]:
         schema_bounds["exclusiveMinimum" if limits.excludes_minimum else "minimum"] = limits.minimum
     if limits.maximum < LARGEST_NUMBER:
         schema_bounds["maximum"] = limits.maximum
-    default_text = RECOMMENDED_DEFAULT_TEXTS.get(option.name, option.default_text)
+    default_text = REQUEST_DEFAULT_TEXTS.get(option.name, option.default_text)
     description = option.help + f" Default: {default_text}." * bool(default_text)
     validator = make_option_validator(option.request_type or option.value_type, option.limits)
     return Annotated[Any, validator], Field(None, description=description, json_schema_extra=schema_bounds)

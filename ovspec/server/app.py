@@ -1,6 +1,7 @@
 """The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and the server's reports on itself."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +37,14 @@ EVENT_SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for na
 STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description": "With stream: an event of the API."}}}
 
 
+class CacheState(ReplyModel):
+    limit_bytes: int = Field(description="Bytes that all KV caches may take together.")
+    reserved_bytes: int = Field(description="Bytes that running texts have or may grow by.")
+    used_bytes: int = Field(description="Bytes that running texts hold.")
+    kept_bytes: int = Field(description="Bytes that are kept of ended texts, and give way.")
+    set_back_count: int = Field(description="Texts so far that were set back for lack of memory, and read again.")
+
+
 class ReadyReply(ReplyModel):
     status: str
     arithmetic: str = Field(description="exact, or what the probe found.")
@@ -43,6 +52,7 @@ class ReadyReply(ReplyModel):
     prefix_cache: Literal["exact", "may change bits", "off"] = Field(
         description="The effect of a cached prompt on its text."
     )
+    cache: CacheState = Field(description="The memory of KV caches.")
 
 
 READY_MODEL: JsonObject = {"model": ReadyReply, "description": "Its state."}
@@ -144,7 +154,15 @@ def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
         prefix_cache = "off"
         if lm.runtime.models.prefix_caches:
             prefix_cache = "exact" if is_exact else "may change bits"
-        return ReadyReply(status=status, arithmetic=arithmetic_note, deterministic=is_exact, prefix_cache=prefix_cache)
+        usage = asdict(context.engine.measure_cache_usage())
+        cache_state = CacheState(**{name: int(value) for name, value in usage.items()})
+        return ReadyReply(
+            status=status,
+            arithmetic=arithmetic_note,
+            deterministic=is_exact,
+            prefix_cache=prefix_cache,
+            cache=cache_state,
+        )
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
     async def metrics() -> PlainTextResponse:

@@ -36,6 +36,7 @@ class ServerContext:
             self.sampling = own_sampling | self.recommended_sampling
         defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})
         # Without a schema, for which the mode is, no check would let it pass; see ``Overrides.apply_to``.
+        defaults = lm.runtime.row_maker.with_long_texts(defaults)
         self.defaults = replace(defaults, json_schema_mode=options.json_schema_mode)
         self.admission = Admission(lm, engine, model_names, options)
         self.threads = WorkerThreads(lm)

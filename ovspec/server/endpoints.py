@@ -30,6 +30,7 @@ from ovspec.server.preparation import PreparedRequest
 
 T = TypeVar("T")
 KEEP_ALIVE_SECONDS = 15.0  # keep-alive interval of a silent stream
+MEMORY_WAIT_EVENT = b": waiting for memory that other texts hold\n\n"  # a comment, which clients skip
 IndexedPieces = list[tuple[int, Piece]]  # with the indices of their rows
 
 
@@ -170,6 +171,8 @@ class TextEndpoints:
             async for pieces in piece_batches:
                 if not pieces:
                     unsent_events += reply_maker.keep_alive_events()
+                    if any(row.waits_for_memory for row in rows):
+                        unsent_events.append(MEMORY_WAIT_EVENT)
                 for index, piece in pieces:
                     if piece.finish_reason:
                         await self._validate_row_in_thread(rows[index])

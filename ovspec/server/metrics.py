@@ -31,6 +31,14 @@ class Metrics:
             "cache_blocks_evicted", "Blocks so far that were kept and have given way."
         )
         self.blocks_free = self._make_gauge("cache_blocks_free", "Blocks of the KV cache that are free.")
+        self._make_cache_gauge(engine, "limit", "Bytes that all KV caches may take together.")
+        self._make_cache_gauge(engine, "reserved", "Bytes of KV caches that running texts have or may grow by.")
+        self._make_cache_gauge(engine, "used", "Bytes of KV caches that running texts hold.")
+        self._make_cache_gauge(engine, "kept", "Bytes of KV caches that are kept of ended texts.")
+        self.texts_set_back = self._make_gauge(
+            "texts_set_back", "Texts so far whose KV caches were freed for others, and read again later."
+        )
+        self.texts_set_back.set_function(lambda: engine.measure_cache_usage().set_back_count)
         self.time_to_first_token = self._make_histogram(
             "time_to_first_token", "from a request to the first token of each of its texts"
         )
@@ -64,6 +72,10 @@ class Metrics:
 
     def _make_gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"ovspec_{name}", help, registry=self.registry)
+
+    def _make_cache_gauge(self, engine: EngineThread, name: str, help: str) -> None:
+        gauge = self._make_gauge(f"cache_{name}_bytes", help)
+        gauge.set_function(lambda: getattr(engine.measure_cache_usage(), f"{name}_bytes"))
 
     def _make_histogram(self, name: str, interval_description: str) -> Histogram:
         return Histogram(

@@ -207,6 +207,8 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
 def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextRequest, rows: list[Row]) -> None:
     """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.
 
+    Where a request sets no ``max_tokens``, they also end where its log-probabilities would be too many.
+
     Raises:
         ApiError: a prompt doesn't fit into memory, or the log-probabilities exceed their limit.
     """
@@ -219,6 +221,11 @@ def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextReque
     top_logprobs = rows[0].params.logprobs
     if top_logprobs is None:
         return
+    if "max_tokens" not in request.overrides.values:
+        max_new_tokens = MAX_LOGPROBS // (1 + top_logprobs) // len(rows)
+        for row in rows:
+            new_tokens = max_new_tokens - row.prompt_length * request.echo
+            row.limit_length(row.prompt_length + max(new_tokens, 1))
     token_count = sum(row.max_length for row in rows)
     if not request.echo:
         token_count -= sum(row.prompt_length for row in rows)

@@ -17,6 +17,7 @@ import ovspec
 from ovspec.cache.kept_caches import KeptCaches
 from ovspec.cache.sequence import UNSHARED, Sequence
 from ovspec.ir.compile import StateVariable
+from ovspec.ir.memory import kv_bytes_per_token
 
 Load = Callable[..., ovspec.LanguageModel]
 KEY = StateVariable("key", 0, 2, 4)
@@ -147,6 +148,23 @@ def test_conversations(make: Load, memory: float) -> None:
     lm, cold = make(cache_memory=memory), make("none", cache_memory=0)
     assert sum(converse(lm, cold, seed) for seed in range(3)) > 100
     assert lm.target.prefix_cache and lm.target.prefix_cache.idle_bytes <= memory * 1e9
+
+
+def test_rows_and_kept_caches_share_a_budget(make: Load) -> None:
+    lm = make("none", cache_memory=1e-3)
+    cache, kv_bytes = lm.target.prefix_cache, kv_bytes_per_token(lm.target.ir)
+    if not (isinstance(cache, KeptCaches) and kv_bytes):
+        pytest.skip("its caches don't grow")
+    cache.limit_cached_tokens(400)
+    texts = [f"{number}{TEXT}{TEXT}" for number in range(4)]
+    for text in texts:
+        lm.generate(text, max_tokens=4)
+    assert cache.idle_count > 150
+    with lm.session() as session:
+        session.append(PROMPT)
+        session.generate(max_tokens=160, ignore_eos=True)
+        assert len(session) > 200 and 0 < cache.idle_count <= 400 - len(session)
+    assert len(session) < cache.idle_count <= 400, "its own cache is kept, too"
 
 
 @pytest.mark.slow

@@ -12,9 +12,11 @@ from conftest import PROMPTS, Reference
 import ovspec
 from ovspec.cache import stateful as decoder
 from ovspec.cache.paged import PagedDecoder
+from ovspec.cache.sequence import EMPTY_ROW
 from ovspec.engine import decoders
+from ovspec.engine.cache_budget import CacheBudget
 from ovspec.engine.row import Row
-from ovspec.engine.scheduler import BatchLimits, WaitingQueue
+from ovspec.engine.scheduler import RunningRow, Schedulable, WaitingQueue
 
 ENGINES = ("stateful", "paged")
 # Short and long prompts; the long ones are read in chunks when they join.
@@ -33,6 +35,15 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def row_of(lm: ovspec.LanguageModel, prompt: str, options: Any) -> Row:
     return lm.runtime.row_maker.make_rows(prompt, lm.runtime.row_maker.make_complete_params(options))[0]
+
+
+def waiting_queue(lm: ovspec.LanguageModel, prompts: list[str], max_rows: int) -> WaitingQueue:
+    rows = [row_of(lm, prompt, {"max_tokens": 4}) for prompt in prompts]
+    return WaitingQueue(rows, max_rows, CacheBudget(lm.runtime.decoder_pool.acquire().target))
+
+
+def join(admitted: list[tuple[int, Schedulable]]) -> list[RunningRow]:
+    return [RunningRow(number, row, EMPTY_ROW, (0.0, 0.0, 0.0)) for number, row in admitted]
 
 
 def texts(results: list[ovspec.Result]) -> list[list[int]]:
@@ -223,11 +234,11 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
 
 def test_a_batch_has_no_more_rows_than_it_may(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
-    waiting = WaitingQueue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in PROMPTS[:5]], BatchLimits(2))
-    running = [row for _, row in waiting.admit_rows([])]
+    waiting = waiting_queue(lm, PROMPTS[:5], 2)
+    running = join(waiting.admit_rows([]))
     assert len(running) == 2
-    for row in running:
-        row.stats.rounds = 1
+    for each in running:
+        each.row.stats.rounds = 1
     assert len(waiting.admit_rows(running[:1])) == 1, "one has ended, and several wait"
 
 
@@ -255,12 +266,12 @@ def test_rows_that_stay_read_nothing_again(
 def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
     prompts = [MIXED[0], MIXED[0] + "#", MIXED[3]]
-    waiting = WaitingQueue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in prompts], BatchLimits(3))
-    first = waiting.admit_rows([])
-    assert [number for number, _ in first] == [0, 2]
-    assert waiting.admit_rows([row for _, row in first]) == [], "the shared prefix has not been read yet"
-    first[0][1].stats.rounds = 1
-    assert [number for number, _ in waiting.admit_rows([row for _, row in first])] == [1]
+    waiting = waiting_queue(lm, prompts, 3)
+    first = join(waiting.admit_rows([]))
+    assert [each.number for each in first] == [0, 2]
+    assert waiting.admit_rows(first) == [], "the shared prefix has not been read yet"
+    first[0].row.stats.rounds = 1
+    assert [number for number, _ in waiting.admit_rows(first)] == [1]
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "8"])

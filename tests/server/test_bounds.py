@@ -19,7 +19,6 @@ import ovspec
 from ovspec.cache.paged import PagedDecoder
 from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece
-from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.protocols.logprobs import (
     SMALL_CHUNK_TOKENS,
@@ -27,8 +26,10 @@ from ovspec.protocols.logprobs import (
     compute_prompt_logprobs,
     run_generator,
 )
+from ovspec.server import endpoints
 from ovspec.server.endpoints import generate_pieces
 
+LONG = "\n".join(PROMPTS)[:1200]
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
 
@@ -161,14 +162,15 @@ def echo(engine: EngineThread, ids: list[int]) -> Any:
     return compute_logprobs_between_rounds(ovspec.LanguageModel(engine.runtime), engine, ids, 2).result()
 
 
-def generating(engine: EngineThread) -> threading.Event:
-    """Let the engine generate a text; return an event that is set when it has ended."""
+def generating(engine: EngineThread, tokens: int = 1) -> threading.Event:
+    """Let the engine generate a text; once it has ``tokens``, return an event that is set when it has ended."""
     params = engine.runtime.row_maker.make_complete_params({"max_tokens": 400, "ignore_eos": True})
     rows = engine.runtime.row_maker.make_rows(PROMPTS[0], params, memory_reserved=True)
     started, ended = threading.Event(), threading.Event()
 
     def deliver(pieces: Any) -> None:
-        started.set()
+        if len(rows[0].token_ids) >= tokens:
+            started.set()
         if pieces[0][1].finish_reason:
             ended.set()
 
@@ -206,8 +208,9 @@ def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: li
 
 
 def test_a_repeated_prompt_waits_for_room(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
-    engine._scheduler.queue._limits = BatchLimits(2, 420)  # for the text, but not for the prompt beside it
-    ended = generating(engine)
+    engine._scheduler._budget.max_tokens = 420  # for the text, but not for the prompt beside it
+    ended = generating(engine, 150)
+    assert not ended.is_set()
     assert len(echo(engine, [100] * 40)) == 40
     assert ended.is_set() and not any(beside for _, beside in read)
 
@@ -258,6 +261,47 @@ def test_texts_wait_for_room_in_the_cache(
     alone = [lm.generate(prompt, max_tokens=100, ignore_eos=True).text for prompt in PROMPTS[:3]]
     assert [found[number] for number in range(3)] == alone
     assert most[0] == 1 and most[1] >= 1
+
+
+def test_who_waits_for_memory_is_told(
+    start_here: StartHere, load: Callable[..., ovspec.LanguageModel], pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for the first text, but not for a long prompt beside it; and the budget is told in bytes.
+
+    The first text sets no ``max_tokens``: it goes on to the end, here of the memory.
+    """
+    monkeypatch.setattr(endpoints, "KEEP_ALIVE_SECONDS", 0.02)
+    lm = load(draft="none", cache_memory=0)
+    token_bytes = kv_bytes_per_token(lm.target.ir)
+    size = ("--cache-size", f"{640 * token_bytes / 1e9:.9f}")
+    server = start_here(pair, "--draft", "none", "--precision", "f32", *size)
+    lines = list[str]()
+
+    def ask_long() -> None:
+        body = {"prompt": LONG, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        lines.extend(server.post("/v1/completions", body).text.splitlines())
+
+    asking = threading.Thread(target=ask_long)
+    body = {"prompt": "def f(", "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        first_lines = stream.iter_lines()
+        next(first_lines)
+        asking.start()
+        until(lambda: server.metric("ovspec_texts_waiting") == 1)
+        cache = server.get("/ready").json()["cache"]
+        assert cache["limit_bytes"] == pytest.approx(640 * token_bytes, rel=0.01)
+        assert cache["limit_bytes"] >= cache["reserved_bytes"] > cache["used_bytes"] > 0 == cache["set_back_count"]
+        assert server.metric("ovspec_cache_limit_bytes") == cache["limit_bytes"]
+        assert server.metric("ovspec_cache_used_bytes") >= cache["used_bytes"]
+        *_, last, usage = [json.loads(line[6:]) for line in first_lines if line.startswith("data: {")]
+    asking.join()
+    assert last["choices"][0]["finish_reason"] == "length" and 600 < usage["usage"]["total_tokens"] <= 640
+    assert ": waiting for memory that other texts hold" in lines
+    texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
+    assert "".join(texts) == lm.generate(LONG, max_tokens=200, ignore_eos=True).text
+    until(lambda: server.metric("ovspec_cache_used_bytes") == 0)
+    assert 0 < server.metric("ovspec_cache_kept_bytes") <= cache["limit_bytes"]
+    assert server.metric("ovspec_texts_set_back") == 0
 
 
 def test_streams_have_whole_characters_and_no_beginnings_of_stop_strings(server: Running) -> None:

@@ -146,7 +146,7 @@ def test_properties_as_llama_cpp_has_them(guarded: Running) -> None:
     context = listed["data"][0]["max_model_len"]
     assert found["default_generation_settings"]["n_ctx"] == context == listed["data"][0]["meta"]["n_ctx"] > 0
     sampling = found["default_generation_settings"]["params"]
-    assert (sampling["temperature"], sampling["top_p"], sampling["n_predict"]) == (0.0, 1.0, 256)
+    assert (sampling["temperature"], sampling["top_p"], sampling["n_predict"]) == (0.0, 1.0, -1)
     assert found["total_slots"] == 16 and found["model_alias"] == listed["data"][0]["id"]
     assert found["modalities"] == {"vision": False, "audio": False} and found["model_path"] == DEMO.name
     assert found["chat_template"] == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")

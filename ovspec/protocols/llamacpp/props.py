@@ -44,8 +44,6 @@ def make_server_props(lm: LanguageModel, model_name: str, defaults: Params, batc
     except OvspecError:
         template_source = ""
     sampling = to_llamacpp_sampling(lm.runtime.row_maker.complete_params(defaults))
-    if defaults.max_tokens is None:
-        sampling |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.row_maker.text_token_limit(defaults)))
     return Props(
         default_generation_settings=DefaultGenerationSettings(n_ctx=lm.target.ir.context_length, params=sampling),
         total_slots=batch_size,
