@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,14 +22,18 @@ from ovspec.cli.options import (
     check_grammar_option,
     context_option,
     make_stats_option,
+    raise_usage_error_if,
     refuse_zero_max_tokens,
     replace_option_names_by_flags,
     session_option,
     split_load_and_generate_options,
 )
 from ovspec.cli.path_type import MODEL_TYPE
+from ovspec.cli.serve import start_server
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
+from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import OptionValue
+from ovspec.params.serving import ServeParams
 
 if TYPE_CHECKING:
     from ovspec.api.session import Mark, Session
@@ -46,12 +51,14 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 @make_stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
 )
+@click.option("--web", is_flag=True, help="Chat in a browser: serve MODEL on a free port, and open the page.")
 @session_option
 @context_option
 @add_generate_options
 def chat(
     model: str | None,
     system: str | None,
+    web: bool,
     stats: str | None,
     session: Path | None,
     context: int | None,
@@ -73,6 +80,7 @@ def chat(
       ovspec chat my-pair --draft
       ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
       ovspec chat my-pair --session monads.chat --context 2000
+      ovspec chat my-pair --web
     """
     draft = options["draft"]
     draft_folder = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
@@ -80,6 +88,9 @@ def chat(
         # '--draft DIR': the option took what was meant as MODEL.
         model = str(draft_folder)
         options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
+    if web:
+        chat_in_browser(model, {"system": system, "stats": stats, "session": session, "context": context, **options})
+        return
     check_draft_option(options["draft"])
     from ovspec.setup.exporting import find_or_export_model
     from ovspec.text.generation_config import format_sampling, read_recommended_sampling
@@ -121,6 +132,16 @@ def chat(
     exit_if_ended(conversation.end_signal)
     if not succeeded and not stdin_is_terminal():
         sys.exit(1)
+
+
+def chat_in_browser(model: str | None, options: dict[str, OptionValue]) -> None:
+    """Serve a model for this machine on a free port, and open its page; its options are set there."""
+    passed_options = {name: value for name, value in options.items() if value is not None}
+    load_options = {name: value for name, value in passed_options.items() if name in ("draft", *LOAD_OPTIONS)}
+    for name in passed_options:
+        flag = f"--{name.replace('_', '-')}"
+        raise_usage_error_if(name not in load_options, f"With --web, options are set on the page; leave {flag} out.")
+    start_server(model, ServeParams(port=0), load_options, webbrowser.open)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from ovspec.protocols.requests import TextRequest
 from ovspec.protocols.responses.body import ResponsesRequest
 from ovspec.protocols.responses.reply import Response, ResponseReplyMaker
 from ovspec.protocols.responses.request import read_responses_request
+from ovspec.protocols.verify import VerifyRequest
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ BODY_TYPES: dict[str, type[BaseModel]] = {
     **{path: api.body_type for path, api in TEXT_APIS.items()},
     **{path: TEXT_APIS[api].body_type for path, api in COUNT_PATHS.items()},
     **parsing.BODIES_WITH_FIELDS,
+    "/compare": ChatRequest,
+    "/verify": VerifyRequest,
 }
 
 

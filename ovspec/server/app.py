@@ -15,17 +15,22 @@ from starlette.responses import Response
 from ovspec import __version__
 from ovspec.base.json_types import JsonObject
 from ovspec.protocols.apis import BODY_TYPES, COUNT_PATHS, TEXT_APIS, TokenCount
-from ovspec.protocols.llamacpp.props import Props, make_server_props
+from ovspec.protocols.chat.bodies import ChatRequest
 from ovspec.protocols.models import ModelEntry, ModelList, make_catalogue_entry, make_model_entry
 from ovspec.protocols.parsing import NOT_AN_OBJECT
 from ovspec.protocols.reply import ReplyModel
 from ovspec.protocols.requests import IgnoredNames
 from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
+from ovspec.protocols.verify import VerifyRequest
 from ovspec.server.body_limits import BoundedRoute
+from ovspec.server.comparing import ComparedChat, InsideEndpoints, VerifyReply
 from ovspec.server.context import ServerContext
 from ovspec.server.endpoints import TextEndpoints
 from ovspec.server.errors import ApiError, make_error_response
 from ovspec.server.openapi import ERROR_DESCRIPTIONS, describe_error_responses, make_openapi_document
+from ovspec.server.page_files import find_page_file
+from ovspec.server.preparation import list_loaded_drafters
+from ovspec.server.props import Props, make_server_props
 from ovspec.server.tokenize import DetokenizeReply, TokenizeReply, detokenize_body, tokenize_body
 
 T = TypeVar("T")
@@ -43,6 +48,10 @@ class ReadyReply(ReplyModel):
     prefix_cache: Literal["exact", "may change bits", "off"] = Field(
         description="The effect of a cached prompt on its text."
     )
+    drafters: list[str] = Field(description="The drafters that requests may name in draft.")
+    device: str
+    engine: str
+    cache_bytes: float = Field(description="Bytes that the KV caches of all texts may take together, estimated.")
 
 
 READY_MODEL: JsonObject = {"model": ReadyReply, "description": "Its state."}
@@ -67,6 +76,9 @@ def make_app(context: ServerContext) -> FastAPI:
     add_model_endpoints(app, context)
     add_monitoring_endpoints(app, context)
     add_token_endpoints(app, context)
+    add_inside_endpoints(app, context)
+    for path in ("/", "/page/{name:path}"):
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(send_page_file)
     for error_type in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(error_type, handle_error)
     return app
@@ -144,7 +156,16 @@ def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
         prefix_cache = "off"
         if lm.runtime.models.prefix_caches:
             prefix_cache = "exact" if is_exact else "may change bits"
-        return ReadyReply(status=status, arithmetic=arithmetic_note, deterministic=is_exact, prefix_cache=prefix_cache)
+        return ReadyReply(
+            status=status,
+            arithmetic=arithmetic_note,
+            deterministic=is_exact,
+            prefix_cache=prefix_cache,
+            drafters=list_loaded_drafters(lm),
+            device=lm.target.ir.device,
+            engine=lm.target.engine,
+            cache_bytes=lm.cache_bytes(context.engine.max_cache_tokens),
+        )
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
     async def metrics() -> PlainTextResponse:
@@ -170,6 +191,30 @@ def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
     async def detokenize(body: DetokenizeRequest, http: Request) -> DetokenizeReply:
         text = await run_token_request(partial(detokenize_body, context.lm), body, http)
         return DetokenizeReply(prompt=text, content=text)
+
+
+def add_inside_endpoints(app: FastAPI, context: ServerContext) -> None:
+    """Add the endpoints that show how a text came about."""
+    endpoints = InsideEndpoints(context)
+    compare = make_text_endpoint(endpoints.compare_request, ChatRequest)
+    reply_description = {"model": ComparedChat, "description": "Both texts.", "content": STREAM_CONTENT}
+    app.post(
+        "/compare",
+        tags=["inside"],
+        summary="Answer a chat plainly and with speculation, in turns.",
+        response_model=None,
+        responses={200: reply_description, **describe_error_responses("/compare")},
+    )(compare)
+    verify = make_text_endpoint(endpoints.verify_choice, VerifyRequest)
+    summary = "Check by one forward pass that each token of a text is the model's choice."
+    app.post("/verify", tags=["inside"], summary=summary, response_model=VerifyReply)(verify)
+
+
+async def send_page_file(http_request: Request) -> Response:
+    """Answer with a file of the page."""
+    if page_file := find_page_file(http_request.scope["path"], http_request.headers):
+        return page_file
+    raise HTTPException(404)
 
 
 def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
