@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,18 +21,15 @@ from ovspec.cli.options import (
     check_grammar_option,
     context_option,
     make_stats_option,
-    raise_usage_error_if,
     refuse_zero_max_tokens,
     replace_option_names_by_flags,
     session_option,
     split_load_and_generate_options,
+    take_model_from_draft_option,
 )
 from ovspec.cli.path_type import MODEL_TYPE
-from ovspec.cli.serve import start_server
-from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
-from ovspec.params.loading import LOAD_OPTIONS
+from ovspec.cli.serve import chat_in_browser
 from ovspec.params.option import OptionValue
-from ovspec.params.serving import ServeParams
 
 if TYPE_CHECKING:
     from ovspec.api.session import Mark, Session
@@ -82,12 +78,7 @@ def chat(
       ovspec chat my-pair --session monads.chat --context 2000
       ovspec chat my-pair --web
     """
-    draft = options["draft"]
-    draft_folder = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
-    if model is None and isinstance(draft_folder, Path) and (draft_folder / EXPORTED_DRAFT).is_dir():
-        # '--draft DIR': the option took what was meant as MODEL.
-        model = str(draft_folder)
-        options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
+    model = model or take_model_from_draft_option(options)
     if web:
         chat_in_browser(model, {"system": system, "stats": stats, "session": session, "context": context, **options})
         return
@@ -132,16 +123,6 @@ def chat(
     exit_if_ended(conversation.end_signal)
     if not succeeded and not stdin_is_terminal():
         sys.exit(1)
-
-
-def chat_in_browser(model: str | None, options: dict[str, OptionValue]) -> None:
-    """Serve a model for this machine on a free port, and open its page; its options are set there."""
-    passed_options = {name: value for name, value in options.items() if value is not None}
-    load_options = {name: value for name, value in passed_options.items() if name in ("draft", *LOAD_OPTIONS)}
-    for name in passed_options:
-        flag = f"--{name.replace('_', '-')}"
-        raise_usage_error_if(name not in load_options, f"With --web, options are set on the page; leave {flag} out.")
-    start_server(model, ServeParams(port=0), load_options, webbrowser.open)
 
 
 @dataclass

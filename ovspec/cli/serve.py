@@ -1,4 +1,5 @@
 import contextlib
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.cli.loading import load_model
-from ovspec.cli.options import add_options, draft_option, split_load_and_generate_options
+from ovspec.cli.options import add_options, draft_option, raise_usage_error_if, split_load_and_generate_options
 from ovspec.cli.path_type import MODEL_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import OptionValue
@@ -72,6 +73,16 @@ def start_server(
     model_names = [*filter(None, params.model_name)] or [name_model(model, lm.folder)]
     host, port = listening_socket.getsockname()[:2]
     serve_model(lm, model_names, api_keys, listening_socket, params, lambda: on_start(f"http://{host}:{port}/"))
+
+
+def chat_in_browser(model: str | None, options: dict[str, OptionValue]) -> None:
+    """Serve a model for this machine on a free port, and open its page; its options are set there."""
+    passed_options = {name: value for name, value in options.items() if value is not None}
+    load_options = {name: value for name, value in passed_options.items() if name in ("draft", *LOAD_OPTIONS)}
+    for name in passed_options:
+        flag = f"--{name.replace('_', '-')}"
+        raise_usage_error_if(name not in load_options, f"With --web, options are set on the page; leave {flag} out.")
+    start_server(model, ServeParams(port=0), load_options, webbrowser.open)
 
 
 def name_model(model: str | None, folder: Path) -> str:

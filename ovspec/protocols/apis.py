@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from ovspec.base.json_types import JsonObject
 from ovspec.protocols import parsing
-from ovspec.protocols.bodies import TextRequestBody
+from ovspec.protocols.bodies import TextRequestBody, VerifyRequest
 from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest
 from ovspec.protocols.chat.reply import ChatCompletion, ChatReplyMaker, Completion
 from ovspec.protocols.chat.request import read_chat_or_completion
@@ -22,7 +22,6 @@ from ovspec.protocols.requests import TextRequest
 from ovspec.protocols.responses.body import ResponsesRequest
 from ovspec.protocols.responses.reply import Response, ResponseReplyMaker
 from ovspec.protocols.responses.request import read_responses_request
-from ovspec.protocols.verify import VerifyRequest
 
 
 @dataclass(frozen=True)

@@ -1,61 +1,30 @@
-"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and the server's reports on itself."""
+"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, the reports on the server, the page."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ovspec import __version__
-from ovspec.base.json_types import JsonObject
 from ovspec.protocols.apis import BODY_TYPES, COUNT_PATHS, TEXT_APIS, TokenCount
-from ovspec.protocols.chat.bodies import ChatRequest
-from ovspec.protocols.models import ModelEntry, ModelList, make_catalogue_entry, make_model_entry
 from ovspec.protocols.parsing import NOT_AN_OBJECT
-from ovspec.protocols.reply import ReplyModel
-from ovspec.protocols.requests import IgnoredNames
-from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
-from ovspec.protocols.verify import VerifyRequest
 from ovspec.server.body_limits import BoundedRoute
-from ovspec.server.comparing import ComparedChat, InsideEndpoints, VerifyReply
+from ovspec.server.comparing import add_compare_endpoint
 from ovspec.server.context import ServerContext
 from ovspec.server.endpoints import TextEndpoints
 from ovspec.server.errors import ApiError, make_error_response
-from ovspec.server.openapi import ERROR_DESCRIPTIONS, describe_error_responses, make_openapi_document
-from ovspec.server.page_files import find_page_file
-from ovspec.server.preparation import list_loaded_drafters
-from ovspec.server.props import Props, make_server_props
-from ovspec.server.tokenize import DetokenizeReply, TokenizeReply, detokenize_body, tokenize_body
+from ovspec.server.openapi import ERROR_DESCRIPTIONS, STREAM_CONTENT, describe_error_responses, make_openapi_document
+from ovspec.server.page_files import add_page
+from ovspec.server.reports import add_model_endpoints, add_monitoring_endpoints
+from ovspec.server.tokenize import add_token_endpoints
+from ovspec.server.verifying import add_verify_endpoint
 
-T = TypeVar("T")
-B = TypeVar("B", TokenizeRequest, DetokenizeRequest)
 ROUTING_ERRORS = {404: "There is no such path; /openapi.json lists them.", 405: ERROR_DESCRIPTIONS[405]}
-# An event; its data is JSON, or [DONE].
-EVENT_SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
-STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description": "With stream: an event of the API."}}}
-
-
-class ReadyReply(ReplyModel):
-    status: str
-    arithmetic: str = Field(description="exact, or what the probe found.")
-    deterministic: bool = Field(description="Whether texts are independent of the load.")
-    prefix_cache: Literal["exact", "may change bits", "off"] = Field(
-        description="The effect of a cached prompt on its text."
-    )
-    drafters: list[str] = Field(description="The drafters that requests may name in draft.")
-    device: str
-    engine: str
-    cache_bytes: float = Field(description="Bytes that the KV caches of all texts may take together, estimated.")
-
-
-READY_MODEL: JsonObject = {"model": ReadyReply, "description": "Its state."}
-READY_RESPONSES: dict[int | str, JsonObject] = {200: READY_MODEL, 503: READY_MODEL}
 
 
 def make_app(context: ServerContext) -> FastAPI:
@@ -76,9 +45,9 @@ def make_app(context: ServerContext) -> FastAPI:
     add_model_endpoints(app, context)
     add_monitoring_endpoints(app, context)
     add_token_endpoints(app, context)
-    add_inside_endpoints(app, context)
-    for path in ("/", "/page/{name:path}"):
-        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(send_page_file)
+    add_compare_endpoint(app, context)
+    add_verify_endpoint(app, context)
+    add_page(app)
     for error_type in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(error_type, handle_error)
     return app
@@ -108,113 +77,6 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
             response_model_exclude_unset=True,
             responses=describe_error_responses(path),
         )(count_endpoint)
-
-
-def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that describe the model and the server."""
-    lm = context.lm
-    model_names = context.model_names
-
-    @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
-    async def models() -> ModelList:
-        entries = [await model(name) for name in model_names]
-        catalogue = [make_catalogue_entry(lm, name) for name in model_names]
-        return ModelList(data=entries, first_id=model_names[0], last_id=model_names[-1], models=catalogue)
-
-    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
-    async def model(name: str) -> ModelEntry:
-        context.admission.check_model_name(name)
-        return make_model_entry(lm, name, context.started_at, context.sampling)
-
-    @app.get("/v1/props", include_in_schema=False)
-    @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
-    async def props() -> Props:
-        return await context.threads.run_in_thread(
-            make_server_props, lm, model_names[0], context.defaults, context.options.batch_size
-        )
-
-
-def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that report the server's state."""
-    lm = context.lm
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health", tags=["server"], summary="Liveness check.")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY_RESPONSES)
-    async def ready(response: Response) -> ReadyReply:
-        status = "ready"
-        try:
-            context.admission.check_capacity()
-        except ApiError as error:
-            response.status_code = 503
-            status = error.detail
-        arithmetic_note = lm.target.arithmetic_note
-        is_exact = arithmetic_note == "exact"
-        prefix_cache = "off"
-        if lm.runtime.models.prefix_caches:
-            prefix_cache = "exact" if is_exact else "may change bits"
-        return ReadyReply(
-            status=status,
-            arithmetic=arithmetic_note,
-            deterministic=is_exact,
-            prefix_cache=prefix_cache,
-            drafters=list_loaded_drafters(lm),
-            device=lm.target.ir.device,
-            engine=lm.target.engine,
-            cache_bytes=lm.cache_bytes(context.engine.max_cache_tokens),
-        )
-
-    @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
-    async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(generate_latest(context.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that encode texts and chats, and decode tokens."""
-
-    async def run_token_request(function: Callable[[B], T], body: B, http: Request) -> T:
-        context.admission.check_requested_model(body.model)
-        with context.admission.admit():
-            return await context.threads.run_in_thread_for_body(http, function, body)
-
-    @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
-    async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeReply:
-        ignored = IgnoredNames()
-        reply = await run_token_request(partial(tokenize_body, context, ignored), body, http)
-        context.preparer.report_ignored(ignored, http)
-        return reply
-
-    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
-    async def detokenize(body: DetokenizeRequest, http: Request) -> DetokenizeReply:
-        text = await run_token_request(partial(detokenize_body, context.lm), body, http)
-        return DetokenizeReply(prompt=text, content=text)
-
-
-def add_inside_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that show how a text came about."""
-    endpoints = InsideEndpoints(context)
-    compare = make_text_endpoint(endpoints.compare_request, ChatRequest)
-    reply_description = {"model": ComparedChat, "description": "Both texts.", "content": STREAM_CONTENT}
-    app.post(
-        "/compare",
-        tags=["inside"],
-        summary="Answer a chat plainly and with speculation, in turns.",
-        response_model=None,
-        responses={200: reply_description, **describe_error_responses("/compare")},
-    )(compare)
-    verify = make_text_endpoint(endpoints.verify_choice, VerifyRequest)
-    summary = "Check by one forward pass that each token of a text is the model's choice."
-    app.post("/verify", tags=["inside"], summary=summary, response_model=VerifyReply)(verify)
-
-
-async def send_page_file(http_request: Request) -> Response:
-    """Answer with a file of the page."""
-    if page_file := find_page_file(http_request.scope["path"], http_request.headers):
-        return page_file
-    raise HTTPException(404)
 
 
 def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:

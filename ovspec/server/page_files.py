@@ -5,6 +5,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -43,3 +45,15 @@ def find_page_file(path: str, request_headers: Mapping[str, str]) -> Response | 
     if response and request_headers.get("if-none-match") == response.headers["ETag"]:
         return Response(status_code=304, headers={**HEADERS, "ETag": response.headers["ETag"]})
     return response
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the page's files to an application."""
+
+    async def send_page_file(http_request: Request) -> Response:
+        if page_file := find_page_file(http_request.scope["path"], http_request.headers):
+            return page_file
+        raise HTTPException(404)
+
+    for path in ("/", "/page/{name:path}"):
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(send_page_file)

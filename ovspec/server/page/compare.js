@@ -52,6 +52,10 @@ export async function compare(body) {
     if (columns.some((column) => column.start && !column.part.finish)) schedule();
   };
   const schedule = () => (frame ||= requestAnimationFrame(draw));
+  const showSpeeds = ({ turns, plain_per_second, speculative_per_second, speedup_sentence }) => {
+    const when = speedup_sentence ? "median turn" : `turn ${turns}`;
+    [plain_per_second, speculative_per_second].forEach((speed, index) => (columns[index].clock.textContent = `${speed.toFixed(1)} tokens/s, ${when}`));
+  };
   let speedup = null;
   try {
     for await (const { choices, timings, comparison } of streamEvents("compare", { ...body, ...INSIDE_FIELDS }, controller.signal)) {
@@ -63,13 +67,13 @@ export async function compare(body) {
         speedup = comparison.speedup ?? null;
         verdict.classList.add(comparison.equal ? "good" : "bad");
         verdict.textContent = `${capitalised(comparison.speedup_sentence)}. ${capitalised(comparison.equality_sentence)}.`;
-        columns[0].clock.textContent = `${comparison.plain_per_second.toFixed(1)} tokens/s`;
-        columns[1].clock.textContent = `${comparison.speculative_per_second.toFixed(1)} tokens/s`;
+        showSpeeds(comparison);
         cancelAnimationFrame(frame);
         frame = 0;
       } else if (comparison) {
         const equal = columns[0].part.tokens.map(({ id }) => id).join() === columns[1].part.tokens.map(({ id }) => id).join();
-        verdict.textContent = `The texts are ${equal ? "equal" : "different"}. Timing them in turns: turn ${comparison.turns} …`;
+        verdict.textContent = `The texts are ${equal ? "equal" : "different"}. Timing them in turns …`;
+        showSpeeds(comparison);
       } else schedule();
     }
     for (const column of columns) column.view.update();
