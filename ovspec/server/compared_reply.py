@@ -42,7 +42,7 @@ class ComparingReplyMaker(ChatReplyMaker):
     report = ComparisonReport(turns=0)
 
     def comparison_event(self, report: ComparisonReport) -> ComparedChunk:
-        return ComparedChunk(**self._identity, choices=[], comparison=report)
+        return ComparedChunk.model_construct(**self._identity, choices=[], comparison=report)
 
     def whole_reply(self, results: list[Result]) -> ComparedChat:
         chat = super().whole_reply(results)

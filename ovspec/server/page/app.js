@@ -38,7 +38,7 @@ const actions = {
     return { index: siblings.indexOf(message), count: siblings.length };
   },
   isAnswered: (message, call) => (state.tree.children.get(message.id) ?? []).some((child) => child.callId === call.id),
-  canContinue: (message) => !state.running && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && message.finish !== "tool_calls",
+  canContinue: (message) => !state.running && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
   stop: () => state.running?.controller.abort(),
 
   showBranch(message, step) {

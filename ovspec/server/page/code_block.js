@@ -4,11 +4,11 @@ import "./vendor/purify.min.js";
 import hljs from "./vendor/highlight.min.js";
 import { button, copyText, element } from "./dom.js";
 
-const FILES = "bash c cpp css diff go java javascript json python rust sql typescript xml yaml".split(" ");
+const FILES = "bash c cpp diff go java javascript json python rust sql xml yaml".split(" ");
 const ALIASES = {
   "c++": "cpp", cc: "cpp", console: "bash", h: "c", hpp: "cpp", html: "xml", js: "javascript", jsx: "javascript",
   jsonc: "json", patch: "diff", py: "python", python3: "python", rs: "rust", sh: "bash", shell: "bash", svg: "xml",
-  ts: "typescript", tsx: "typescript", yml: "yaml", zsh: "bash",
+  ts: "javascript", tsx: "javascript", typescript: "javascript", yml: "yaml", zsh: "bash",
 };
 const MAX_COLOURED = 30_000; // characters
 const CHUNK_LINES = 60;

@@ -262,5 +262,6 @@ export class MessageView {
     const { ok, sentence } = await this.actions.verify(this.message);
     verdict.classList.add(ok ? "good" : "bad");
     verdict.textContent = sentence;
+    verdict.scrollIntoView({ block: "nearest" });
   }
 }

@@ -8,7 +8,7 @@ const CHUNK_TOKENS = 150;
 const ALTERNATIVES = 5;
 
 export const nameOfSource = (source) => SOURCE_NAMES[source] ?? source;
-const classOfSource = (source) => (SOURCE_NAMES[source] ? source : "other");
+const classOfSource = (source) => `from-${SOURCE_NAMES[source] ? source : "other"}`;
 
 /** Return a list of the sources of tokens, with how many each proposed. */
 export function makeLegend(tokens) {
