@@ -37,7 +37,7 @@ const actions = {
     const siblings = state.tree.siblings(message);
     return { index: siblings.indexOf(message), count: siblings.length };
   },
-  isAnswered: (message, call) => (state.tree.children.get(message.id) ?? []).some((child) => child.callId === call.id),
+  isAnswered: (call) => state.tree.path(state.chat.leaf).some((message) => message.callId === call.id),
   canContinue: (message) => !state.running && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
   stop: () => state.running?.controller.abort(),
 
@@ -203,13 +203,13 @@ function answer(parent) {
 }
 
 /** Let an answer go on. */
-async function extend(message) {
-  runRequest(message, message.id, await actions.loadParts(message));
+function extend(message) {
+  runRequest(message, message.id, actions.loadParts(message));
 }
 
-/** Generate a part of an answer: all of it, or what comes after its earlier `parts`. */
-async function runRequest(message, lastId, parts) {
-  const isNew = !parts.length && message.content === "";
+/** Generate a part of an answer: all of it, or what comes after its earlier parts. */
+async function runRequest(message, lastId, earlierParts) {
+  const isNew = message.content === "";
   const { settings } = state.chat;
   const path = state.tree.path(lastId);
   byId("composer-error").textContent = "";
@@ -232,11 +232,11 @@ async function runRequest(message, lastId, parts) {
   }
   delete message.error;
   const part = newPart();
-  const allParts = [...parts, part];
   const controller = new AbortController();
   state.running = { controller, message };
   showBusy(true);
   showLeaf(message.id);
+  const allParts = [...(await earlierParts), part];
   const view = transcript.view(message.id);
   view.beginGrowth(allParts, message.isJson);
   transcript.goToEnd();
@@ -256,15 +256,18 @@ async function runRequest(message, lastId, parts) {
     failure = error;
   }
   takePart();
-  state.running = null;
-  showBusy(false);
   message.finish = part.finish;
   message.schemaErrors = part.schemaErrors;
   message.stats = sumTimings(allParts);
   delete message.speedup;
+  const endRun = () => {
+    state.running = null;
+    showBusy(false);
+  };
   if (failure) {
     if (state.chat === chat) showError(failure);
     if (isNew && !part.tokens.length) {
+      endRun();
       tree.remove(message.id);
       chat.leaf = lastId;
       saveChat(chat);
@@ -273,9 +276,9 @@ async function runRequest(message, lastId, parts) {
     }
     message.error = failure.message;
   }
-  view.grow();
-  view.endGrowth();
-  if (transcript.follows) transcript.goToEnd();
+  await transcript.finishGrowth(view);
+  endRun();
+  view.showActions();
   announce(failure ? failure.message : `The answer is whole: ${message.content.slice(0, 400)}`);
   await saveMessages([message]).catch(reportStorage);
   await saveDetails({ id: message.id, parts: allParts, body, system: settings.system ?? "" }).catch(reportStorage);
@@ -348,6 +351,7 @@ onKeyNeeded(
     }),
 );
 
+byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();

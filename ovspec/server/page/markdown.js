@@ -20,7 +20,8 @@ const MAX_TAIL = 12_000; // characters of the growing block, after which it is c
 const MAX_LINE = 3_000; // the same without a line break
 const FENCE = /^( {0,3})(`{3,}|~{3,})([^\n]*)\n/;
 const LINK_DEFINITION = /^ {0,3}\[[^\]]+\]:/m;
-const MAX_FINAL = 200_000; // characters of a text that is rendered again as a whole
+const MAX_FINAL = 40_000; // characters of a text that is rendered as a whole
+const STEP_MS = 8; // of a frame's 16
 
 const escapes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 const escape = (text) => text.replace(/[&<>"]/g, (character) => escapes[character]);
@@ -81,9 +82,20 @@ function lex(text) {
 }
 
 /** Return the elements of a whole text. */
-export function renderMarkdown(text) {
+function renderWhole(text) {
   const tokens = lex(text.replace(/\r\n?/g, "\n"));
   return tokens.flatMap((token) => renderToken(token, tokens.links));
+}
+
+/** Show a text in an element; a long one frame by frame. */
+export function showMarkdown(root, text) {
+  if (text.length <= MAX_FINAL) {
+    root.replaceChildren(...renderWhole(text));
+    return;
+  }
+  const growing = new GrowingMarkdown(root);
+  const step = () => (growing.update(text) ? growing.finish() : requestAnimationFrame(step));
+  step();
 }
 
 /**
@@ -101,18 +113,20 @@ export class GrowingMarkdown {
     this.fence = null;
   }
 
-  /** Show `text`, which begins with what was shown before. */
+  /** Show `text`, which begins with what was shown before; return whether all of it is shown, or a frame's time is over. */
   update(text) {
     this.text = text.includes("\r") ? text.replace(/\r\n?/g, "\n") : text;
+    const deadline = performance.now() + STEP_MS;
     for (;;) {
-      if (this.fence && !this.growFence()) return;
+      if (performance.now() > deadline) return false;
+      if (this.fence && !this.growFence()) return true;
       const rest = this.text.slice(this.done, this.done + 2 * MAX_TAIL);
       const fence = FENCE.exec(rest);
       if (fence) {
         this.beginFence(fence);
         continue;
       }
-      if (!this.growTail(rest)) return;
+      if (!this.growTail(rest)) return true;
     }
   }
 
@@ -120,7 +134,7 @@ export class GrowingMarkdown {
   finish() {
     this.fence?.block.finish();
     if ((this.wasCut || LINK_DEFINITION.test(this.text)) && this.text.length < MAX_FINAL) {
-      this.root.replaceChildren(...renderMarkdown(this.text));
+      this.root.replaceChildren(...renderWhole(this.text));
     }
   }
 

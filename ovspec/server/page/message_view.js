@@ -3,7 +3,7 @@
 import { CodeBlock } from "./code_block.js";
 import { button, copyText, element } from "./dom.js";
 import { describeTimings, sumTimings } from "./generation.js";
-import { GrowingMarkdown, renderMarkdown } from "./markdown.js";
+import { GrowingMarkdown, showMarkdown } from "./markdown.js";
 import { plot, speedPoints } from "./plot.js";
 import { makeLegend, TokenView } from "./tokens.js";
 
@@ -69,14 +69,14 @@ export class MessageView {
     const content = element("div", { class: "markdown" });
     const isJson = message.isJson || looksLikeJson(message.content);
     if (isJson && message.content) content.append(new CodeBlock("json").append(prettyJson(message.content)).finish().node);
-    else content.append(...renderMarkdown(message.content));
+    else showMarkdown(content, message.content);
     this.body.replaceChildren(...this.makeThinking(), content, ...this.makeCalls(), ...this.makeEnding());
   }
 
   makeThinking() {
     if (!this.message.thinking) return [];
     const text = element("div", { class: "markdown" });
-    text.append(...renderMarkdown(this.message.thinking));
+    showMarkdown(text, this.message.thinking);
     return [element("details", { class: "thinking" }, element("summary", { text: "Thinking" }), text)];
   }
 
@@ -98,7 +98,7 @@ export class MessageView {
         { class: "call", "aria-label": `Call of ${call.function.name}` },
         element("h3", {}, "Call of ", element("code", { text: call.function.name })),
         new CodeBlock("json").append(prettyJson(call.function.arguments)).finish().node,
-        this.actions.isAnswered(this.message, call) ? null : element("div", { class: "call-result" }, result, send),
+        this.actions.isAnswered(call) ? null : element("div", { class: "call-result" }, result, send),
       );
     });
   }
@@ -121,18 +121,20 @@ export class MessageView {
     if (this.actions.showsInside()) this.openInside();
   }
 
-  /** Show what has come since the last call. */
+  /** Show what has come since the last call, or as much as a frame's time allows; return whether that is all. */
   grow() {
     const { thinking, thinkingBox, content, before } = this.growing;
     const { message } = this;
-    if (message.thinking && message.thinking.length !== thinking.text.length) {
+    let isAll = true;
+    if (message.thinking && !message.content) {
       thinkingBox.hidden = false;
-      thinking.update(message.thinking);
+      isAll = thinking.update(message.thinking);
     }
-    if (message.content) content.update(before + message.content);
+    if (message.content) isAll = content.update(before + message.content);
     this.showFacts(sumTimings(this.parts));
     this.inside?.view.update();
     this.inside?.showNumbers();
+    return isAll;
   }
 
   endGrowth() {

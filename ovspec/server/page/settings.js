@@ -30,7 +30,7 @@ const GROUPS = [
       { name: "seed", label: "Seed", kind: "number", step: 1 },
       { name: "max_tokens", label: "Max tokens", kind: "number", step: 1 },
       { name: "min_tokens", label: "Min tokens", kind: "number", step: 1 },
-      { name: "stop", label: "Stop strings, one a line", kind: "lines" },
+      { name: "stop", label: "Stop strings, one a line", kind: "lines", hint: "The answer ends before any of these. \\n is a line break." },
       { name: "logit_bias", label: "Logit bias (JSON)", kind: "json" },
       { name: "ignore_eos", label: "Ignore the end token", kind: "check" },
     ],
@@ -100,7 +100,7 @@ export function toRequestFields(settings) {
     if (kind === "number") {
       if (!Number.isFinite(Number(value))) throw new SettingError("This must be a number.", name);
       fields[name] = Number(value);
-    } else if (kind === "lines") fields[name] = value.split("\n").filter(Boolean);
+    } else if (kind === "lines") fields[name] = value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
     else if (kind === "json") fields[name] = parseJson(value, name);
     else if (kind === "word") fields[name] = /^\d+$/.test(value.trim()) ? Number(value) : value.trim();
     else fields[name] = value;
@@ -135,6 +135,12 @@ export class SettingsForm {
     this.inputs = {};
     this.settings = {};
     root.append(...GROUPS.map((group) => this.makeGroup(group)));
+    // Hints have a place of their own: a field that moved when it is clicked would miss the click.
+    const hint = element("p", { class: "hint-box", "aria-hidden": "true" });
+    root.append(hint);
+    for (const event of ["focusin", "pointerover"]) {
+      root.addEventListener(event, ({ target }) => (hint.textContent = target.closest(".field")?.querySelector(".hint").textContent ?? ""));
+    }
     root.addEventListener("input", () => this.read());
     root.addEventListener("change", (event) => event.target.name?.startsWith("format") && this.checkFormat());
   }
@@ -163,7 +169,7 @@ export class SettingsForm {
       element("label", { for: id, text: label }),
       input,
       element("p", { class: "error", id: `${id}-error` }),
-      element("p", { class: "hint", id: `${id}-hint`, text: hint ?? "" }),
+      element("p", { class: "hint hidden", id: `${id}-hint`, text: hint ?? "" }),
     );
   }
 

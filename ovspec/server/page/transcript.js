@@ -4,6 +4,7 @@ import { byId } from "./dom.js";
 import { MessageView } from "./message_view.js";
 
 const NEAR_END = 60; // pixels
+const DRAWING_MS = 40; // between two drawings of a growing answer
 
 export class Transcript {
   constructor(actions) {
@@ -13,6 +14,7 @@ export class Transcript {
     this.scroller = byId("scroller");
     this.follows = true;
     this.frame = 0;
+    this.drawnAt = 0;
     this.observer = new IntersectionObserver((entries) => this.enrichVisible(entries), { root: this.scroller, rootMargin: "800px" });
     this.scroller.addEventListener("scroll", () => this.noteScroll(), { passive: true });
     byId("to-end").addEventListener("click", () => this.goToEnd());
@@ -56,14 +58,26 @@ export class Transcript {
     }
   }
 
-  /** Draw what has grown, once a frame. */
+  /** Draw what has grown, in some of the frames: the others are for scrolling. */
   scheduleGrowth(view) {
-    this.frame ||= requestAnimationFrame(() => {
+    this.frame ||= requestAnimationFrame((now) => {
       this.frame = 0;
       if (!view.growing) return;
-      view.grow();
+      if (now - this.drawnAt < DRAWING_MS) {
+        this.scheduleGrowth(view);
+        return;
+      }
+      this.drawnAt = now;
+      if (!view.grow()) this.scheduleGrowth(view);
       if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
     });
+  }
+
+  /** Draw the rest of a whole answer, frame by frame. */
+  async finishGrowth(view) {
+    while (!view.grow()) await new Promise(requestAnimationFrame);
+    view.endGrowth();
+    if (this.follows) this.goToEnd();
   }
 
   noteScroll() {
