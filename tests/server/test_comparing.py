@@ -41,7 +41,7 @@ def test_the_sources_of_tokens(server: Running, path: str) -> None:
     assert len(accepted) == whole["timings"]["draft_n_accepted"] == len(sources) - whole["timings"]["rounds"]
     chunks = chunks_of(server.post(path, {**body, "stream": True}))
     assert token_sources_in(chunks) == sources
-    generated = [chunk["timings"]["predicted_n"] for chunk in chunks]
+    generated = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
     assert generated == sorted(generated) and generated[-1] == len(sources)
     assert chunks[-1]["timings"]["predicted_per_second"] > 0
 

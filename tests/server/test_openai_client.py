@@ -200,11 +200,16 @@ def test_the_model_and_the_state_are_told(server: Running, client: Any) -> None:
     assert client.models.retrieve("demo").id == "demo"
     client.completions.create(model="demo", prompt="def f(", max_tokens=3)
     assert server.get("/health").json() == {"status": "ok"}
-    assert server.get("/ready").json() == {
+    ready = server.get("/ready").json()
+    assert ready.pop("cache_bytes") > 1e6
+    assert ready == {
         "status": "ready",
         "arithmetic": "exact",
         "deterministic": True,
         "prefix_cache": "exact",
+        "drafters": ["lookup", "draft"],
+        "device": "CPU",
+        "engine": "paged",
     }
     assert server.metric("ovspec_generated_tokens_total") > 0
     assert server.metric("ovspec_requests_total") > 0

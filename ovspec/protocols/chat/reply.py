@@ -182,7 +182,8 @@ class ChatReplyMaker(ReplyMaker):
 
     def _make_timings_field(self, index: int) -> JsonObject:
         """Return the field with a text's counts and times, if it was requested."""
-        return {"timings": make_text_timings(self._rows[index].stats)} if self._request.with_timings else {}
+        stats = self._rows[index].stats
+        return {"timings": make_text_timings(stats)} if self._request.with_timings and stats.generated_tokens else {}
 
     def _find_placed_tokens(self, index: int, result: Result) -> list[PlacedToken] | None:
         """Return the tokens of a text, after the tokens of its echo, if log-probabilities were requested."""

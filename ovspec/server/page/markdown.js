@@ -12,6 +12,7 @@ const SAFE = {
     ..."sub sup table tbody td th thead tr u ul".split(" "),
   ],
   ALLOWED_ATTR: ["align", "checked", "disabled", "href", "start", "type"],
+  ADD_URI_SAFE_ATTR: ["align", "checked", "disabled", "start", "type"],
   ALLOW_DATA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   RETURN_DOM_FRAGMENT: true,

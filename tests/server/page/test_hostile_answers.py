@@ -128,7 +128,10 @@ def test_a_growing_text_ends_as_the_whole_one(open_tab: OpenTab) -> None:
             assert tab.last.locator(".markdown").inner_html() == grown
             rendered.append(grown)
     assert len({*rendered}) == 1
-    assert all(part in rendered[0] for part in ("<table", "<ol", "<blockquote", "hljs-keyword", "/3/howto/sorting"))
+    assert all(
+        part in rendered[0]
+        for part in ("<table", "<ol", "<blockquote", "hljs-keyword", "/3/howto/sorting", 'type="checkbox"')
+    )
 
 
 # ---------------------------------------------------------------- fluency
