@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-try:
-    from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
-except ImportError:  # where the development packages aren't installed
-    Browser = Locator = Page = Any
-    expect = sync_playwright = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_chromium = pytest.mark.skipif(
-    not CHROMIUM or sync_playwright is None,
-    reason="no chromium or playwright here (on Debian: apt-get install chromium; PyPI: playwright)",
-)
+needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (on Debian: apt-get install chromium)")
 SECONDS = 60
 EXPECTED_ERRORS = re.compile(r"Failed to load resource: the server responded with a status of 4")
 
@@ -43,6 +36,8 @@ class Tab:
 
     def wait(self) -> Locator:
         """Return the last answer, when it is whole."""
+        from playwright.sync_api import expect
+
         expect(self.page.locator("#stop")).to_be_hidden()
         expect(self.last.get_by_role("button", name="Regenerate")).to_be_visible()
         return self.last
@@ -88,6 +83,8 @@ OpenTab = Callable[..., Tab]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--lang=en-US"])
         yield browser
@@ -100,6 +97,8 @@ def open_tab(browser: Browser) -> Iterator[OpenTab]:
 
     At the end no tab may have asked another host for anything, or complained of anything but answers that are errors.
     """
+    from playwright.sync_api import expect
+
     tabs = list[Tab]()
     hosts, complaints = set[str | None](), list[str]()
 
@@ -127,8 +126,3 @@ def open_tab(browser: Browser) -> Iterator[OpenTab]:
             tab.page.context.close()
     assert hosts <= {"127.0.0.1", "localhost", None}
     assert not complaints
-
-
-def parse_stream(answer: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line) for line in lines]

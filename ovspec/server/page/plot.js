@@ -33,7 +33,8 @@ export function plot(points, label, { format = (value) => value.toFixed(0), unit
 }
 
 /** Return tokens a second along an answer, from the times at which its tokens came. */
-export function speedPoints(times, windowMs = 400) {
+export function speedPoints(times) {
+  const windowMs = Math.min(400, ((times.at(-1)?.[0] ?? 0) - (times[0]?.[0] ?? 0)) / 6);
   const points = [];
   let first = 0;
   let tokens = 0;
@@ -41,7 +42,7 @@ export function speedPoints(times, windowMs = 400) {
     tokens += times[last][1];
     while (times[last][0] - times[first][0] > windowMs && first < last - 1) tokens -= times[(first += 1)][1];
     const milliseconds = times[last][0] - times[first][0];
-    if (milliseconds > windowMs / 4) points.push([times[last][0], (1e3 * tokens) / milliseconds]);
+    if (milliseconds >= windowMs / 2 && milliseconds > 0) points.push([times[last][0], (1e3 * tokens) / milliseconds]);
   }
   return thin(points, 150);
 }

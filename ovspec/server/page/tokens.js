@@ -55,7 +55,8 @@ export class TokenView {
     const chunk = this.node.lastElementChild;
     const isFull = !chunk || (chunk.childElementCount >= CHUNK_TOKENS && (/\n$/.test(chunk.textContent) || chunk.childElementCount >= 2 * CHUNK_TOKENS));
     const place = isFull ? this.node.appendChild(element("div", { class: "token-chunk", dir: "auto" })) : chunk;
-    place.append(element("span", { class: `token ${classOfSource(source)}`, "data-part": partIndex, "data-index": index }, text || "·"));
+    const lineBreak = text.includes("\n") ? " line-break" : ""; // or there would be nothing to point at
+    place.append(element("span", { class: `token ${classOfSource(source)}${lineBreak}`, "data-part": partIndex, "data-index": index }, text || "·"));
   }
 
   pressKey(event) {

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from browsers import OpenTab, Tab, expect, needs_chromium
+from browsers import OpenTab, Tab, needs_chromium
+from playwright.sync_api import expect
 from servers import DEMO, Running, StartHere
 
 pytestmark = [needs_chromium, pytest.mark.slow]
@@ -27,7 +28,7 @@ def tab(request: pytest.FixtureRequest, open_tab: OpenTab) -> Tab:
     return tab
 
 
-def chat_body(tab: Tab, *messages: str, **options: Any) -> dict[str, Any]:
+def chat_body(*messages: str, **options: Any) -> dict[str, Any]:
     roles = ("user", "assistant")
     chat = [{"role": roles[index % 2], "content": text} for index, text in enumerate(messages)]
     return {"messages": chat, "temperature": 0, "max_tokens": 48, **options}
@@ -48,13 +49,13 @@ def text_of(tab: Tab) -> str:
 def test_the_answer_is_the_servers(tab: Tab) -> None:
     """And the second turn continues the chat; both survive the tab."""
     tab.answer(QUESTION)
-    first = tab.post("/v1/chat/completions", chat_body(tab, QUESTION))["choices"][0]["message"]["content"]
+    first = tab.post("/v1/chat/completions", chat_body(QUESTION))["choices"][0]["message"]["content"]
     assert text_of(tab) == first
     facts = tab.last.locator(".facts").inner_text()
     assert re.search(r"[\d.]+ tokens/s", facts) and re.search(r"\d+ tokens in \d+ rounds", facts)
     assert "prompt tokens cached" in facts and "first token after" in facts
     tab.answer("Now multiply.")
-    second = tab.post("/v1/chat/completions", chat_body(tab, QUESTION, first, "Now multiply."))
+    second = tab.post("/v1/chat/completions", chat_body(QUESTION, first, "Now multiply."))
     assert text_of(tab) == second["choices"][0]["message"]["content"]
     tab.page.reload()
     tab.page.locator("#chats .chat").first.click()
@@ -76,7 +77,7 @@ def test_stop_and_continue(tab: Tab) -> None:
     expect(tab.last.locator(".note")).to_contain_text("Cut off")
     longer = text_of(tab)
     assert longer.startswith(stopped) and len(longer) > len(stopped)
-    body = chat_body(tab, QUESTION, stopped, max_tokens=10, ignore_eos=True)
+    body = chat_body(QUESTION, stopped, max_tokens=10, ignore_eos=True)
     assert longer == stopped + tab.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
     tab.press("Inside")
     assert len(tab.last.locator(".tokens").inner_text()) >= len(longer) - 5
@@ -111,7 +112,7 @@ def test_branches(tab: Tab) -> None:
     expect(tab.last.locator(".markdown")).to_have_text("It is 4")
     tab.press("Continue")
     tab.wait()
-    body = chat_body(tab, "Another question?", "It is 4")
+    body = chat_body("Another question?", "It is 4")
     assert text_of(tab) == "It is 4" + tab.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import Browser, OpenTab, Tab, expect, needs_chromium
+from browsers import OpenTab, Tab, needs_chromium
+from playwright.sync_api import Browser, expect
 from recorded_answers import replay
 
 pytestmark = [needs_chromium, pytest.mark.slow]
@@ -23,7 +24,8 @@ ATTACKS = {
     "style": "<style>body{display:none}</style><div style='position:fixed;inset:0'>cover</div>",
     "form": "<form id=composer action=https://attack.example><input id=input name=body></form>",
     "mutation": f"<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=x onerror={RUN}&gt;'>",
-    "template": f"<template><script>{RUN}</script></template><noscript><p title='</noscript><img src=x onerror={RUN}>'>",
+    "template": f"<template><script>{RUN}</script></template>"
+    f"<noscript><p title='</noscript><img src=x onerror={RUN}>'>",
     "fence": f'```"><script>{RUN}</script>\ncode\n```\n~~~html\n<script>{RUN}</script>\n~~~\n',
     "table": f"| a | b |\n|---|\n| <img src=x onerror={RUN}> |\n\n| x |\n|:-:|\n| y",
     "unclosed": "**bold *both `code [link](http://a.example\n\n- [ ] task\n- [x] <b>done\n\n````\n```\nnever closed",
@@ -36,7 +38,8 @@ ATTACKS = {
     + "*_" * 20_000
     + "\n\n"
     + "<b>" * 5000,
-    "marks": "\u202eevil\u202c \u2066a\u2067 שלום `\u202e code` \u200f\u200e\n\n```python\nif x:\u202e # \u2066 end\n```\n",
+    "marks": "\u202eevil\u202c \u2066a\u2067 שלום `\u202e code` \u200f\u200e\n\n"
+    "```python\nif x:\u202e # \u2066 end\n```\n",
     "controls": "\x00\x01\x1b[31m\ud83d\ude00 \ufffe\r\nline\rline\u2028\u2029 \u0300" * 50 + "a" + "\u0301" * 3000,
     "numbers": "99999999999999999999. item\n\n" + "#" * 50 + " heading\n\n" + "|" * 5000 + "\n" + "-|" * 5000,
 }
@@ -68,10 +71,8 @@ def is_harmless(tab: Tab) -> None:
     page = tab.page
     page.wait_for_timeout(100)
     assert page.evaluate("window.attacked") is None
-    made = page.locator(".message.assistant").locator(
-        "script, img, svg:not(.plot svg), iframe, object, embed, base, meta, style, form, template, math, [style*=fixed]"
-    )
-    assert made.count() == 0
+    forbidden = "script, img, svg:not(.plot svg), iframe, object, embed, base, meta, style, form, template, math"
+    assert page.locator(".message.assistant").locator(f"{forbidden}, [style*=fixed]").count() == 0
     names = page.evaluate(
         """[...document.querySelectorAll(".markdown *")].flatMap(
             (node) => [...node.attributes].map(({ name }) => name))"""
@@ -149,10 +150,7 @@ def test_an_answer_without_an_end(name: str, open_tab: OpenTab) -> None:
     """100,000 tokens as fast as they come: the page answers meanwhile, and no step of it takes long."""
     with replay(LONG[name]) as url:
         tab = open_tab(url)
-        tab.page.evaluate(
-            """() => { window.longTasks = []; new PerformanceObserver((list) =>
-                window.longTasks.push(...list.getEntries().map((entry) => entry.duration))).observe({ type: "longtask" }); }"""
-        )
+        tab.page.evaluate(NOTE_LONG_TASKS)
         tab.ask("Go on")
         expect(tab.last.locator(".markdown").last).not_to_be_empty()
         tab.page.fill("#input", "typed meanwhile")
@@ -166,6 +164,13 @@ def test_an_answer_without_an_end(name: str, open_tab: OpenTab) -> None:
         assert len(tab.last.locator(".markdown").text_content() or "") > 0.5 * length
 
 
+NOTE_LONG_TASKS = """() => {
+    window.longTasks = [];
+    const note = (list) => window.longTasks.push(...list.getEntries().map((entry) => entry.duration));
+    new PerformanceObserver(note).observe({ type: "longtask" });
+}"""
+
+
 def frames_of(trace: bytes) -> tuple[int, int, float]:
     """Return the presented and the dropped frames, and seconds, of a trace of Chromium's."""
     events = json.loads(trace)["traceEvents"]
@@ -174,7 +179,7 @@ def frames_of(trace: bytes) -> tuple[int, int, float]:
         (event["ts"], event["args"]["frame_reporter"]) for event in reports if "frame_reporter" in event.get("args", {})
     ]
     presented, dropped = dict[Any, float](), set[Any]()
-    for ts, report in states:  # a frame may have two: of the compositor and of the page
+    for ts, report in filter(lambda state: state[1], states):  # a frame may have two: of the compositor and of the page
         frame = report["frame_source"], report["frame_sequence"]
         if report["state"] in ("STATE_PRESENTED_ALL", "STATE_PRESENTED_PARTIAL"):
             presented[frame] = ts
@@ -204,10 +209,9 @@ def test_scrolling_while_an_answer_grows(browser: Browser, open_tab: OpenTab) ->
         rate = presented / seconds
         tab.page.keyboard.press("Escape")
         tab.wait()
+        slow = sorted(intervals)[int(0.95 * len(intervals))]
         print(f"presented {presented}, dropped {dropped} in {seconds:.1f} s: {rate:.1f} frames a second;", end=" ")
-        print(
-            f"animation frames: median {statistics.median(intervals):.1f} ms, 95 % {sorted(intervals)[int(0.95 * len(intervals))]:.1f} ms"
-        )
+        print(f"animation frames: median {statistics.median(intervals):.1f} ms, 95 % {slow:.1f} ms")
         assert rate > 55
         assert statistics.median(intervals) < 17.5
 
@@ -268,7 +272,9 @@ def test_a_chat_of_2000_messages_opens_within_a_second(open_tab: OpenTab) -> Non
 OPEN = """() => new Promise((done) => {
     const start = performance.now();
     document.querySelector("#chats .chat").click();
-    const look = () => document.querySelectorAll(".message").length === 2000 && document.querySelector(".message:last-child .actions button")
-        ? requestAnimationFrame(() => done(performance.now() - start)) : requestAnimationFrame(look);
+    const isShown = () => document.querySelectorAll(".message").length === 2000
+        && document.querySelector(".message:last-child .actions button");
+    const end = () => done(performance.now() - start);
+    const look = () => requestAnimationFrame(isShown() ? end : look);
     look();
 })"""
