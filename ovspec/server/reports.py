@@ -9,10 +9,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ovspec.base.json_types import JsonObject
-from ovspec.protocols.models import ModelEntry, ModelList, make_catalogue_entry, make_model_entry
 from ovspec.protocols.reply import ReplyModel
 from ovspec.server.context import ServerContext
 from ovspec.server.errors import ApiError
+from ovspec.server.models import ModelEntry, ModelList, make_catalogue_entry, make_model_entry
 from ovspec.server.preparation import list_loaded_drafters
 from ovspec.server.props import Props, make_server_props
 
