@@ -1,4 +1,4 @@
-"""Comparing and verifying: a chat answered plainly and with speculation in turns, and compared."""
+"""/compare: a chat is answered plainly and with speculation, in turns, and the texts and times are compared."""
 
 import time
 from collections.abc import AsyncGenerator

@@ -1,6 +1,7 @@
 """/verify: a finished text is checked by one forward pass, between the rounds of other texts."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 from fastapi import FastAPI, Request
@@ -37,13 +38,18 @@ def add_verify_endpoint(app: FastAPI, context: ServerContext) -> None:
     async def verify(body: VerifyRequest, http: Request) -> VerifyReply:
         context.admission.check_requested_model(body.model)
         with context.admission.admit():
-            prepare = prepare_verification, context.lm.runtime, body.choice
-            task = await context.threads.run_in_thread(*prepare, work_kind="grammars")
-            future = asyncio.wrap_future(context.engine.add_task(task))
-            try:
-                return report_verification(await run_unless_disconnected(http, future))
-            except OvspecError as error:
-                raise make_text_error(error, context.lm) from None
+            async with context.admission.limit_preparation_time(time.monotonic()):
+                return report_verification(await run_unless_disconnected(http, verify_choice(context, body.choice)))
+
+
+async def verify_choice(context: ServerContext, choice: JsonObject) -> Verification:
+    """Check a choice of a reply; raises ApiError if it can't be checked."""
+    prepare = prepare_verification, context.lm.runtime, choice
+    task = await context.threads.run_in_thread(*prepare, work_kind="grammars")
+    try:
+        return await asyncio.wrap_future(context.engine.add_task(task))
+    except OvspecError as error:
+        raise make_text_error(error, context.lm) from None
 
 
 def report_verification(verification: Verification) -> VerifyReply:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (on Debian: apt-get install chromium)")
 SECONDS = 60
-EXPECTED_ERRORS = re.compile(r"Failed to load resource: the server responded with a status of 4")
+EXPECTED_ERRORS = re.compile(r"Failed to load resource: the server responded with a status of (?:4|503)")
 
 
 @dataclass

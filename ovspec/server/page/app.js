@@ -280,6 +280,7 @@ async function runRequest(message, lastId, earlierParts) {
   endRun();
   view.showActions();
   announce(failure ? failure.message : `The answer is whole: ${message.content.slice(0, 400)}`);
+  if (!sidebar.chats.has(chat.id)) return; // it was deleted meanwhile
   await saveMessages([message]).catch(reportStorage);
   await saveDetails({ id: message.id, parts: allParts, body, system: settings.system ?? "" }).catch(reportStorage);
   if (state.chat === chat) saveCurrentChat();
@@ -293,18 +294,24 @@ function showBusy(isRunning) {
 
 // ---------------------------------------------------------------- chats
 
+let wantedChat = null;
+
 async function openChat(id) {
   if (state.running) actions.stop();
   const chat = sidebar.chats.get(id);
   if (!chat) return;
+  wantedChat = id;
+  const messages = await loadMessages(id);
+  if (wantedChat !== id) return; // another one was opened meanwhile
   state.chat = chat;
-  state.tree = new Tree(await loadMessages(id));
+  state.tree = new Tree(messages);
   if (!state.tree.byId.has(chat.leaf)) chat.leaf = state.tree.newestLeaf(null);
   showChat();
 }
 
 function startChat() {
   if (state.running) actions.stop();
+  wantedChat = null;
   state.chat = newChat(readLastSettings());
   state.tree = new Tree();
   showChat();

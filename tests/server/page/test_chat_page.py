@@ -16,6 +16,10 @@ from browsers import OpenTab, Tab, needs_chromium
 from playwright.sync_api import expect
 from servers import DEMO, Running, StartHere
 
+from ovspec.base.progress import show_step
+from ovspec.server.server import open_socket
+from ovspec.server.startup import answer_while_preparing
+
 pytestmark = [needs_chromium, pytest.mark.slow]
 QUESTION = "Write a short function that adds two numbers."
 
@@ -285,6 +289,14 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(start_here: StartHere, tmp_path
     tab.page.reload()
     expect(tab.page.locator("#model")).not_to_be_empty()
     expect(tab.page.locator("#key-dialog")).to_be_hidden()
+
+
+def test_while_the_model_is_prepared(open_tab: OpenTab) -> None:
+    """The page shows how far that is, and waits."""
+    listener = open_socket("127.0.0.1", 0)
+    with listener, answer_while_preparing(listener, [], insecure=False), show_step("org/model: exporting"):
+        tab = open_tab(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        expect(tab.page.locator("#model")).to_contain_text("being prepared: org/model: exporting")
 
 
 @pytest.fixture
