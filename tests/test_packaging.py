@@ -72,6 +72,8 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path, wheel: Pa
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"ovspec", "ovspec_export"}
     assert "ovspec/py.typed" in names
+    page = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ovspec/server/page").rglob("*") if file.is_file()}
+    assert "ovspec/server/page/vendor/licences/marked.txt" in page <= {*names}
     assert not [name for name in names if name.endswith((".bin", ".xml", ".safetensors", "tokenizer.json"))]
 
     venv.create(tmp_path / "venv", with_pip=True)

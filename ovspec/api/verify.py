@@ -5,7 +5,7 @@ or by the seed, with constraints and penalties. This checks everything that may 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ovspec.base.files import read_json, read_text
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import Sequence
+from ovspec.engine.engine_thread import run_steps
 from ovspec.engine.results import CALLABLE_OPTIONS, Origin, Provenance, Result
 from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
@@ -63,7 +64,17 @@ class Verification:
 
 
 def verify_result(runtime: Runtime, result: Result) -> Verification:
-    """Check each token of ``result`` by one forward pass over its prompt and text.
+    """Check each token of ``result`` by one forward pass over its prompt and text; raises as ``verify_in_steps``."""
+    return run_steps(verify_in_steps(runtime, result, None))
+
+
+def verify_in_steps(
+    runtime: Runtime, result: Result, prompt_chunk: int | None = CHUNK_POSITIONS
+) -> Generator[None, None, Verification]:
+    """Check a result as ``verify_result`` does, an inference at a time; the first step comes before them.
+
+    Args:
+        prompt_chunk: tokens of the prompt that an inference reads; None for all.
 
     Raises:
         OvspecError: the text was made by another model, or in a way that can't be checked (``accept="rejection"``,
@@ -88,10 +99,11 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
         runtime.prompt_encoder.encode(np.array(token_ids, dtype=np.int64), at_start=False)  # refuses unknown ids
     runtime.models.check_context_length(len(record.prompt_ids) + len(tokens))
     row = runtime.row_maker.make_row(Sequence(record.prompt_ids), params, record.origin)
+    yield
     decoders = runtime.decoder_pool.acquire()
     try:
         decoders.reset(1)
-        difference = find_first_difference(decoders.target, row, tokens)
+        difference = yield from find_first_difference(decoders.target, row, tokens, prompt_chunk)
     finally:
         runtime.decoder_pool.release(decoders)
     token_count = len(result.token_ids)
@@ -101,15 +113,21 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
     return Verification(token_count, token_count, None, find_mistake_besides_tokens(row, result))
 
 
-def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> FirstWrongToken | None:
-    """Feed ``row``'s text and ``tokens`` (n,); return the first of these that the model wouldn't choose.
+def find_first_difference(
+    target: Decoder, row: Row, tokens: np.ndarray, prompt_chunk: int | None
+) -> Generator[None, None, FirstWrongToken | None]:
+    """Feed ``row``'s text and ``tokens`` (n,), and yield after each inference but the last.
+
+    Returns the first of the tokens that the model wouldn't choose.
 
     ``row`` takes the tokens before it, as if they had just been generated.
     """
     prompt_length = len(row.sequence)
     all_tokens = np.concatenate((row.sequence.tokens, tokens))
-    if prompt_length > 1:
-        target.feed([all_tokens[: prompt_length - 1]], [0])
+    prompt_chunk = prompt_chunk or max(prompt_length - 1, 1)
+    for chunk_start in range(0, prompt_length - 1, prompt_chunk):
+        target.feed([all_tokens[chunk_start : min(chunk_start + prompt_chunk, prompt_length - 1)]], [0])
+        yield
     for chunk_start in range(prompt_length, len(all_tokens), CHUNK_POSITIONS):
         chunk = all_tokens[chunk_start : chunk_start + CHUNK_POSITIONS]
         logits = target.feed([all_tokens[chunk_start - 1 : chunk_start - 1 + len(chunk)]], [len(chunk)])[0]
@@ -130,6 +148,7 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Firs
             top_tokens = [(int(token), float(constrained_logits[token])) for token in best_tokens]
             chosen_id = int(chosen_ids[chunk_position]) if chunk_position < len(chosen_ids) else None
             return FirstWrongToken(text_length - prompt_length, int(all_tokens[text_length]), chosen_id, top_tokens)
+        yield
     return None
 
 

@@ -14,13 +14,14 @@ from ovspec.api.model import LanguageModel, retry_invalid_results
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec.batch.requests import BatchRequest
+from ovspec.engine.engine_thread import run_steps
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result, answer_extras_json
 from ovspec.engine.row import Row
 from ovspec.params import Params
 from ovspec.protocols.chat.logprobs import requested_top_count
 from ovspec.protocols.chat.reply import ChatReplyMaker, make_verification_record, new_reply_identity
-from ovspec.protocols.logprobs import NO_ECHO, Echo, compute_prompt_logprobs, make_echo, run_generator
+from ovspec.protocols.logprobs import NO_ECHO, Echo, compute_prompt_logprobs, make_echo
 from ovspec.protocols.reply import ReplyInputs
 
 # Not written, because they depend on more than the request.
@@ -259,7 +260,7 @@ def make_prompt_echo(lm: LanguageModel, prompt: Prompt, result: Result, with_log
     prompt_ids = result.record.prompt_ids.tolist() if result.record else []
     if not (with_logprobs and result.logprobs is not None and prompt_ids):
         return make_echo(lm.tokenizer, prompt, prompt_ids, None)
-    logprobs = run_generator(compute_prompt_logprobs(lm, prompt_ids, requested_top_count(result)))
+    logprobs = run_steps(compute_prompt_logprobs(lm, prompt_ids, requested_top_count(result)))
     return make_echo(lm.tokenizer, prompt, prompt_ids, logprobs)
 
 

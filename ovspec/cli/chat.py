@@ -25,9 +25,10 @@ from ovspec.cli.options import (
     replace_option_names_by_flags,
     session_option,
     split_load_and_generate_options,
+    take_model_from_draft_option,
 )
 from ovspec.cli.path_type import MODEL_TYPE
-from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
+from ovspec.cli.serve import chat_in_browser
 from ovspec.params.option import OptionValue
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 @make_stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
 )
+@click.option("--web", is_flag=True, help="Chat in a browser: serve MODEL on a free port, and open the page.")
 @session_option
 @context_option
 @add_generate_options
 def chat(
     model: str | None,
     system: str | None,
+    web: bool,
     stats: str | None,
     session: Path | None,
     context: int | None,
@@ -73,13 +76,12 @@ def chat(
       ovspec chat my-pair --draft
       ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
       ovspec chat my-pair --session monads.chat --context 2000
+      ovspec chat my-pair --web
     """
-    draft = options["draft"]
-    draft_folder = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
-    if model is None and isinstance(draft_folder, Path) and (draft_folder / EXPORTED_DRAFT).is_dir():
-        # '--draft DIR': the option took what was meant as MODEL.
-        model = str(draft_folder)
-        options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
+    model = model or take_model_from_draft_option(options)
+    if web:
+        chat_in_browser(model, {"system": system, "stats": stats, "session": session, "context": context, **options})
+        return
     check_draft_option(options["draft"])
     from ovspec.setup.exporting import find_or_export_model
     from ovspec.text.generation_config import format_sampling, read_recommended_sampling

@@ -242,6 +242,16 @@ def check_chat_options(chat: bool | None, system: str | None, heal: bool | None)
     )
 
 
+def take_model_from_draft_option(options: dict[str, OptionValue]) -> str | None:
+    """Return what was meant as MODEL where '--draft DIR' took it, and set the draft in it; None otherwise."""
+    draft = options["draft"]
+    draft_folder = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
+    if not isinstance(draft_folder, Path) or not (draft_folder / EXPORTED_DRAFT).is_dir():
+        return None
+    options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
+    return str(draft_folder)
+
+
 def check_draft_option(draft: OptionValue) -> None:
     """Raise click.UsageError if ``--draft`` names no drafters."""
     if isinstance(draft, str):

@@ -1,11 +1,13 @@
 import contextlib
+import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.cli.loading import load_model
-from ovspec.cli.options import add_options, draft_option, split_load_and_generate_options
+from ovspec.cli.options import add_options, draft_option, raise_usage_error_if, split_load_and_generate_options
 from ovspec.cli.path_type import MODEL_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import OptionValue
@@ -23,6 +25,7 @@ def serve(model: str | None, **all_options: OptionValue) -> None:
     Requests join a batch that is generated round by round, with drafts, grammars and samplers. With exact arithmetic
     a request's text is the one that 'ovspec generate' gives alone, whatever else is asked for at the same time. What a
     request leaves out of its sampling is as the model's generation config recommends; --temperature sets another one.
+    The server's address, opened in a browser, is a chat.
 
     The server listens while MODEL is exported, and answers with status 503; /ready says how far that is.
 
@@ -39,6 +42,16 @@ def serve(model: str | None, **all_options: OptionValue) -> None:
     load_options, _ = split_load_and_generate_options(
         {option: value for option, value in passed_options.items() if option not in SERVE_OPTIONS}
     )
+    start_server(model, params, load_options)
+
+
+def start_server(
+    model: str | None,
+    params: ServeParams,
+    load_options: dict[str, OptionValue],
+    on_start: Callable[[str], object] = lambda _: None,
+) -> None:
+    """Serve a model until a signal ends it; ``on_start`` is called with the server's address once it is up."""
     try:
         from ovspec.server.server import check_option_combinations, open_socket, read_api_keys
         from ovspec.server.server import serve as serve_model
@@ -58,7 +71,18 @@ def serve(model: str | None, **all_options: OptionValue) -> None:
         folder, draft = find_or_export_model(model, draft, weight_format)
         lm = load_model(folder, draft=draft, lookahead=params.lookahead, **load_options)
     model_names = [*filter(None, params.model_name)] or [name_model(model, lm.folder)]
-    serve_model(lm, model_names, api_keys, listening_socket, params)
+    host, port = listening_socket.getsockname()[:2]
+    serve_model(lm, model_names, api_keys, listening_socket, params, lambda: on_start(f"http://{host}:{port}/"))
+
+
+def chat_in_browser(model: str | None, options: dict[str, OptionValue]) -> None:
+    """Serve a model for this machine on a free port, and open its page; its options are set there."""
+    passed_options = {name: value for name, value in options.items() if value is not None}
+    load_options = {name: value for name, value in passed_options.items() if name in ("draft", *LOAD_OPTIONS)}
+    for name in passed_options:
+        flag = f"--{name.replace('_', '-')}"
+        raise_usage_error_if(name not in load_options, f"With --web, options are set on the page; leave {flag} out.")
+    start_server(model, ServeParams(port=0), load_options, webbrowser.open)
 
 
 def name_model(model: str | None, folder: Path) -> str:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -24,6 +24,7 @@ from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.memory import count_tokens_in_bytes, kv_bytes_per_token, recurrent_row_bytes
 
+T = TypeVar("T")
 MIN_CACHE_TOKENS = 32  # number of tokens whose KV cache must fit into memory
 FREE_MEMORY_SHARE = 0.8  # share of the free memory that KV caches may take
 MAX_CONSTRAINT_SECONDS = 2.0  # of all slow steps of a text's grammar, because the other texts wait for them
@@ -339,6 +340,15 @@ class EngineThread:
             self._remove_job(job)
         for job in jobs:
             job.deliver(error)
+
+
+def run_steps(steps: Generator[None, None, T]) -> T:
+    """Take all steps of a task at once, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop_iteration:
+            return stop_iteration.value
 
 
 def as_inference_error(error: BaseException) -> InferenceError:

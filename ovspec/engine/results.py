@@ -167,7 +167,8 @@ class Result:
     for ``LanguageModel.verify``.
     ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't. In a chat, ``text``
     has neither the model's ``thinking`` nor its ``tool_calls``, whose last one may be cut off where ``finish_reason``
-    is "length". ``stop_string``: the stop string that ended the text, if any.
+    is "length". ``stop_string``: the stop string that ended the text, if any. ``sources``: the origin of each of
+    ``token_ids``, as in ``Piece``.
     """
 
     text: str
@@ -180,6 +181,7 @@ class Result:
     thinking: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     stop_string: str | None = None
+    sources: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def message(self) -> JsonObject:

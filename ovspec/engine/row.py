@@ -127,6 +127,7 @@ class Row:
         self.thinking = ""
         self._answer_reader = reader
         self.token_ids: list[int] = []
+        self.sources: list[str] = []  # of each of these tokens
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.stop_string: str | None = None  # that ended the text
@@ -234,7 +235,9 @@ class Row:
             self.logprobs += logprobs
         sources = ["forced"] * outcome.forced_count + [outcome.proposal.source] * outcome.accepted_count
         sources += ["target"] * (len(tokens) - len(sources))
-        piece_fields = tokens[visible_start:used_count], self.finish_reason, logprobs, sources[visible_start:used_count]
+        sources = sources[visible_start:used_count]
+        self.sources += sources
+        piece_fields = tokens[visible_start:used_count], self.finish_reason, logprobs, sources
         return Piece(answer_parts.text, *piece_fields, answer_parts.thinking, answer_parts.calls)
 
     def fail(self, error: Exception) -> Piece:
@@ -260,7 +263,7 @@ class Row:
             self._schema_errors = find_schema_errors(self.text, self.tool_calls)
         record_fields = self.stats, self.logprobs, self.record, self._schema_errors
         answer_fields = self.thinking, self.tool_calls, self.stop_string
-        return Result(self.text, self.token_ids, self.finish_reason, *record_fields, *answer_fields)
+        return Result(self.text, self.token_ids, self.finish_reason, *record_fields, *answer_fields, self.sources)
 
     @property
     def parses_answer(self) -> bool:

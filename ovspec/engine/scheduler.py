@@ -209,9 +209,7 @@ class Scheduler:
                 self._running_rows, rows_to_draft, outcomes, lengths_before, strict=True
             )
         ]
-        for running_row in self._running_rows:
-            if running_row.row.finish_reason or not running_row.row.stats.ttft_ms:
-                self._record_row_times(running_row)
+        self.record_times()
         self._running_rows = [running_row for running_row in self._running_rows if not running_row.row.finish_reason]
         return pieces
 

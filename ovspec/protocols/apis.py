@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from ovspec.base.json_types import JsonObject
 from ovspec.protocols import parsing
-from ovspec.protocols.bodies import TextRequestBody
+from ovspec.protocols.bodies import TextRequestBody, VerifyRequest
 from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest
 from ovspec.protocols.chat.reply import ChatCompletion, ChatReplyMaker, Completion
 from ovspec.protocols.chat.request import read_chat_or_completion
@@ -75,6 +75,8 @@ BODY_TYPES: dict[str, type[BaseModel]] = {
     **{path: api.body_type for path, api in TEXT_APIS.items()},
     **{path: TEXT_APIS[api].body_type for path, api in COUNT_PATHS.items()},
     **parsing.BODIES_WITH_FIELDS,
+    "/compare": ChatRequest,
+    "/verify": VerifyRequest,
 }
 
 

@@ -206,6 +206,13 @@ class TextRequestBody(RequestBody):
     )
 
 
+class VerifyRequest(RequestBody):
+    """A finished text to be checked."""
+
+    model: str | None = Field(None, description="The model's name.")
+    choice: JsonObject = Field(description="A choice of an answer, a response or a message, with its record.")
+
+
 class OtherServersFields(
     create_model(
         "Others",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ovspec.api.model import LanguageModel
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread
@@ -13,7 +12,6 @@ from ovspec.engine.scoring import LOGITS_CHUNK_TOKENS, compute_predicting_logits
 from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
 SMALL_CHUNK_TOKENS = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
 
 
@@ -128,12 +126,3 @@ def compute_logprobs_between_rounds(
         lm, prompt_ids, top_count, lambda: SMALL_CHUNK_TOKENS if engine.running_row_count else LOGITS_CHUNK_TOKENS
     )
     return engine.add_task(BackgroundTask(steps, len(prompt_ids)))
-
-
-def run_generator(generator: Generator[None, None, T]) -> T:
-    """Run a generator to its end, and return its result."""
-    while True:
-        try:
-            next(generator)
-        except StopIteration as stop_iteration:
-            return stop_iteration.value

@@ -103,6 +103,8 @@ class TextRequest:
     stream: bool = False
     include_usage: bool = False
     return_record: bool = False
+    return_token_sources: bool = False
+    with_timings: bool = False
     draft: str | None = None
     body: Any = None  # as it came, for replies that repeat parts of it
     model_context_length: int | None = None  # the model's, in tokens, if known

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ovspec.protocols.bodies import MAX_NAME_LENGTH, MAX_NAMED_FIELDS
 from ovspec.server.errors import REQUEST_ID, ApiError, is_anthropic_path, make_error_response
+from ovspec.server.page_files import read_page_files
 
-PATHS_WITHOUT_KEY = ("/health", "/ready")  # without a key
+PATHS_WITHOUT_KEY = ("/health", "/ready")  # besides the page, which asks for the key
 # The fields of a request's state.
 KEY_NUMBER = "key_number"
 STREAM_STATUS = "stream_status"
@@ -124,7 +125,8 @@ class AccessMiddleware:
         key_numbers = [self._find_key_number(key) for key in (bearer_key, headers.get("x-api-key", ""))]
         key_number = next((key_number for key_number in key_numbers if key_number is not None), None)
         scope["state"][KEY_NUMBER] = key_number
-        if self._keys and scope["path"] not in PATHS_WITHOUT_KEY and key_number is None:
+        needs_key = scope["path"] not in PATHS_WITHOUT_KEY and scope["path"] not in read_page_files()
+        if self._keys and needs_key and key_number is None:
             header_advice = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             return ApiError(401, f"The API key is missing or wrong; send it as {header_advice}.")
         return None

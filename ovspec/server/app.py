@@ -1,62 +1,30 @@
-"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and the server's reports on itself."""
+"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, the reports on the server, the page."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ovspec import __version__
-from ovspec.base.json_types import JsonObject
 from ovspec.protocols.apis import BODY_TYPES, COUNT_PATHS, TEXT_APIS, TokenCount
-from ovspec.protocols.llamacpp.props import Props, make_server_props
-from ovspec.protocols.models import ModelEntry, ModelList, make_catalogue_entry, make_model_entry
 from ovspec.protocols.parsing import NOT_AN_OBJECT
-from ovspec.protocols.reply import ReplyModel
-from ovspec.protocols.requests import IgnoredNames
-from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from ovspec.server.body_limits import BoundedRoute
+from ovspec.server.comparing import add_compare_endpoint
 from ovspec.server.context import ServerContext
 from ovspec.server.endpoints import TextEndpoints
 from ovspec.server.errors import ApiError, make_error_response
-from ovspec.server.openapi import ERROR_DESCRIPTIONS, describe_error_responses, make_openapi_document
-from ovspec.server.tokenize import DetokenizeReply, TokenizeReply, detokenize_body, tokenize_body
+from ovspec.server.openapi import ERROR_DESCRIPTIONS, STREAM_CONTENT, describe_error_responses, make_openapi_document
+from ovspec.server.page_files import add_page
+from ovspec.server.reports import add_model_endpoints, add_monitoring_endpoints
+from ovspec.server.tokenize import add_token_endpoints
+from ovspec.server.verifying import add_verify_endpoint
 
-T = TypeVar("T")
-B = TypeVar("B", TokenizeRequest, DetokenizeRequest)
 ROUTING_ERRORS = {404: "There is no such path; /openapi.json lists them.", 405: ERROR_DESCRIPTIONS[405]}
-# An event; its data is JSON, or [DONE].
-EVENT_SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
-STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description": "With stream: an event of the API."}}}
-
-
-class CacheState(ReplyModel):
-    limit_bytes: int = Field(description="Bytes that all KV caches may take together.")
-    reserved_bytes: int = Field(description="Bytes that running texts have or may grow by.")
-    used_bytes: int = Field(description="Bytes that running texts hold.")
-    kept_bytes: int = Field(description="Bytes that are kept of ended texts, and give way.")
-    set_back_count: int = Field(description="Texts so far that were set back for lack of memory, and read again.")
-
-
-class ReadyReply(ReplyModel):
-    status: str
-    arithmetic: str = Field(description="exact, or what the probe found.")
-    deterministic: bool = Field(description="Whether texts are independent of the load.")
-    prefix_cache: Literal["exact", "may change bits", "off"] = Field(
-        description="The effect of a cached prompt on its text."
-    )
-    cache: CacheState = Field(description="The memory of KV caches.")
-
-
-READY_MODEL: JsonObject = {"model": ReadyReply, "description": "Its state."}
-READY_RESPONSES: dict[int | str, JsonObject] = {200: READY_MODEL, 503: READY_MODEL}
 
 
 def make_app(context: ServerContext) -> FastAPI:
@@ -77,6 +45,9 @@ def make_app(context: ServerContext) -> FastAPI:
     add_model_endpoints(app, context)
     add_monitoring_endpoints(app, context)
     add_token_endpoints(app, context)
+    add_compare_endpoint(app, context)
+    add_verify_endpoint(app, context)
+    add_page(app)
     for error_type in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(error_type, handle_error)
     return app
@@ -106,88 +77,6 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
             response_model_exclude_unset=True,
             responses=describe_error_responses(path),
         )(count_endpoint)
-
-
-def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that describe the model and the server."""
-    lm = context.lm
-    model_names = context.model_names
-
-    @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
-    async def models() -> ModelList:
-        entries = [await model(name) for name in model_names]
-        catalogue = [make_catalogue_entry(lm, name) for name in model_names]
-        return ModelList(data=entries, first_id=model_names[0], last_id=model_names[-1], models=catalogue)
-
-    @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
-    async def model(name: str) -> ModelEntry:
-        context.admission.check_model_name(name)
-        return make_model_entry(lm, name, context.started_at, context.sampling)
-
-    @app.get("/v1/props", include_in_schema=False)
-    @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
-    async def props() -> Props:
-        return await context.threads.run_in_thread(
-            make_server_props, lm, model_names[0], context.defaults, context.options.batch_size
-        )
-
-
-def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that report the server's state."""
-    lm = context.lm
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health", tags=["server"], summary="Liveness check.")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY_RESPONSES)
-    async def ready(response: Response) -> ReadyReply:
-        status = "ready"
-        try:
-            context.admission.check_capacity()
-        except ApiError as error:
-            response.status_code = 503
-            status = error.detail
-        arithmetic_note = lm.target.arithmetic_note
-        is_exact = arithmetic_note == "exact"
-        prefix_cache = "off"
-        if lm.runtime.models.prefix_caches:
-            prefix_cache = "exact" if is_exact else "may change bits"
-        usage = asdict(context.engine.measure_cache_usage())
-        cache_state = CacheState(**{name: int(value) for name, value in usage.items()})
-        return ReadyReply(
-            status=status,
-            arithmetic=arithmetic_note,
-            deterministic=is_exact,
-            prefix_cache=prefix_cache,
-            cache=cache_state,
-        )
-
-    @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
-    async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(generate_latest(context.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that encode texts and chats, and decode tokens."""
-
-    async def run_token_request(function: Callable[[B], T], body: B, http: Request) -> T:
-        context.admission.check_requested_model(body.model)
-        with context.admission.admit():
-            return await context.threads.run_in_thread_for_body(http, function, body)
-
-    @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
-    async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeReply:
-        ignored = IgnoredNames()
-        reply = await run_token_request(partial(tokenize_body, context, ignored), body, http)
-        context.preparer.report_ignored(ignored, http)
-        return reply
-
-    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
-    async def detokenize(body: DetokenizeRequest, http: Request) -> DetokenizeReply:
-        text = await run_token_request(partial(detokenize_body, context.lm), body, http)
-        return DetokenizeReply(prompt=text, content=text)
 
 
 def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:

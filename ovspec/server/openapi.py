@@ -28,6 +28,10 @@ ERROR_DESCRIPTIONS: dict[int | str, str] = {
     504: "The request took too long.",
 }
 
+# An event; its data is JSON, or [DONE].
+EVENT_SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description": "With stream: an event of the API."}}}
+
 
 def describe_error_responses(path: str) -> dict[int | str, dict[str, Any]]:
     """Return the answers of a path that are errors, for the OpenAPI document."""

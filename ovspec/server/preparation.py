@@ -188,12 +188,7 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     """Return the limits of a request's proposals; raises ApiError for drafters that the server doesn't have."""
     if request.draft is None:
         return DraftLimits(None, params.lookahead_limit)
-    draft_choice = lm.runtime.models.draft_choice
-    loaded_drafters = list[str]()
-    if draft_choice and draft_choice.lookup:
-        loaded_drafters.append("lookup")
-    if lm.draft:
-        loaded_drafters.append(lm.draft.proposer_name)
+    loaded_drafters = list_loaded_drafters(lm)
     requested_drafters = frozenset[str]()
     if request.draft != "none":
         requested_drafters = frozenset(request.draft.split(","))
@@ -202,6 +197,17 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
         message = f'draft is {request.draft!r:.80}; this server has {drafters_text}, and "none" proposes nothing.'
         raise ApiError(400, message, "draft")
     return DraftLimits(requested_drafters, params.lookahead_limit)
+
+
+def list_loaded_drafters(lm: LanguageModel) -> list[str]:
+    """Return the names of the drafters that requests may name."""
+    draft_choice = lm.runtime.models.draft_choice
+    loaded_drafters = list[str]()
+    if draft_choice and draft_choice.lookup:
+        loaded_drafters.append("lookup")
+    if lm.draft:
+        loaded_drafters.append(lm.draft.proposer_name)
+    return loaded_drafters
 
 
 def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextRequest, rows: list[Row]) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -76,8 +77,11 @@ def open_socket(host: str, port: int) -> socket.socket:
 class DrainingServer(uvicorn.Server):
     """uvicorn's server. The first signal lets running requests end, the second ends them, the third doesn't wait."""
 
-    def __init__(self, config: uvicorn.Config, admission: Admission, greeting: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, admission: Admission, greeting: str, on_start: Callable[[], object]
+    ) -> None:
         super().__init__(config)
+        self._on_start = on_start
         self._admission = admission
         self._greeting = greeting
         self._signal_count = 0
@@ -85,6 +89,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         print_note(self._greeting)
+        self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._signal_count += 1
@@ -106,9 +111,14 @@ class DrainingServer(uvicorn.Server):
 
 
 def serve(
-    lm: LanguageModel, model_names: list[str], keys: list[str], listener: socket.socket, options: ServeParams
+    lm: LanguageModel,
+    model_names: list[str],
+    keys: list[str],
+    listener: socket.socket,
+    options: ServeParams,
+    on_start: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve ``lm`` under its names on a listening socket until a signal ends it."""
+    """Serve ``lm`` under its names on a listening socket until a signal ends it; ``on_start``: called once it is up."""
     arithmetic_note = lm.target.arithmetic_note
     if options.deterministic and arithmetic_note != "exact":
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {arithmetic_note}; leave it out.")
@@ -127,7 +137,8 @@ def serve(
     log_to_stderr()
     raise_open_file_limit()
     try:
-        server = DrainingServer(make_uvicorn_config(guarded_app), context.admission, make_greeting(context, listener))
+        greeting = make_greeting(context, listener)
+        server = DrainingServer(make_uvicorn_config(guarded_app), context.admission, greeting, on_start)
         asyncio.run(server.serve(sockets=[listener]))
     finally:
         engine.stop(timeout_s=2.0)
@@ -144,6 +155,7 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
     draft_description = lm.runtime.models.draft_choice or "none"
     settings_text = f"{lm.target.engine} engine, {lm.target.arithmetic_note} arithmetic, draft: {draft_description}"
     greeting = f"{context.model_names[0]} on http://{host}:{port}/v1 ({settings_text})"
+    greeting += f"\nchat in a browser: http://{host}:{port}/"
     if context.recommended_sampling:
         sampling = format_sampling(context.recommended_sampling)
         greeting += (

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +18,7 @@ from ovspec.base.progress import describe_running_step, print_note
 from ovspec.server.access import AccessMiddleware
 from ovspec.server.errors import ApiError, make_error_response
 from ovspec.server.http_protocol import make_uvicorn_config
+from ovspec.server.page_files import find_page_file
 
 RETRY_SECONDS = 10
 
@@ -48,7 +50,9 @@ def answer_while_preparing(listener: socket.socket, keys: list[str], insecure: b
 async def answer_unready(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request to a server whose model isn't ready."""
     progress = describe_running_step() or "starting"
-    if scope["path"] == "/health":
+    if page_file := find_page_file(scope["path"], Headers(scope=scope)):
+        response = page_file
+    elif scope["path"] == "/health":
         response = Response(json.dumps({"status": "ok"}), media_type="application/json")
     elif scope["path"] == "/ready":
         body = {"status": "preparing", "progress": progress}

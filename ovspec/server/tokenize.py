@@ -1,5 +1,10 @@
-"""The replies of /tokenize and /detokenize: the tokens of a text or a chat, and the text of tokens."""
+"""/tokenize and /detokenize: the tokens of a text or a chat, and the text of tokens."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
 from pydantic import Field
 
 from ovspec.api.model import LanguageModel
@@ -14,6 +19,8 @@ from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from ovspec.server.context import ServerContext
 from ovspec.server.errors import make_prompt_error
 
+T = TypeVar("T")
+B = TypeVar("B", TokenizeRequest, DetokenizeRequest)
 ADD_SPECIAL_FIELDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field
 
 
@@ -31,6 +38,27 @@ class TokenizeReply(ReplyModel):
 class DetokenizeReply(ReplyModel):
     prompt: str
     content: str
+
+
+def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
+    """Add the endpoints that encode texts and chats, and decode tokens."""
+
+    async def run_token_request(function: Callable[[B], T], body: B, http: Request) -> T:
+        context.admission.check_requested_model(body.model)
+        with context.admission.admit():
+            return await context.threads.run_in_thread_for_body(http, function, body)
+
+    @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
+    async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeReply:
+        ignored = IgnoredNames()
+        reply = await run_token_request(partial(tokenize_body, context, ignored), body, http)
+        context.preparer.report_ignored(ignored, http)
+        return reply
+
+    @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
+    async def detokenize(body: DetokenizeRequest, http: Request) -> DetokenizeReply:
+        text = await run_token_request(partial(detokenize_body, context.lm), body, http)
+        return DetokenizeReply(prompt=text, content=text)
 
 
 def tokenize_body(context: ServerContext, ignored_names: IgnoredNames, body: TokenizeRequest) -> TokenizeReply:

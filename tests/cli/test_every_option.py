@@ -365,6 +365,7 @@ TESTED: dict[str, set[str]] = {
         command: {*SHARED, *cases} - {name for name in SHARED if (command, name) in NOT_TAKEN}
         for command, cases in OF_EACH.items()
     },
+    "chat": {*SHARED, *CHAT, "web"} - {name for name in SHARED if ("chat", name) in NOT_TAKEN},  # of tests/server/
     "batch": {*SHARED, *BATCH, "ray", "cpus_per_worker", "mixed"},  # tests/batch/test_ray.py
     "inspect": {*OF_TARGET, "verify", "as_json", "report"},  # tests/cli/test_options_of_tools.py
     "perplexity": {*OF_TARGET, "context", "as_json"},

@@ -22,10 +22,10 @@ from ovspec.cache.paged import MAX_INFERENCE_TOKENS, PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.drafting.costs import WIDEST_INFERENCE, InferenceCosts
 from ovspec.engine.decoders import DecoderPool
-from ovspec.engine.engine_thread import EngineThread, Job
+from ovspec.engine.engine_thread import EngineThread, Job, run_steps
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.request import InferenceRequest
-from ovspec.protocols.logprobs import compute_prompt_logprobs, run_generator
+from ovspec.protocols.logprobs import compute_prompt_logprobs
 
 MOST = 24
 FEWEST, FEWEST_LOGITS = 5, 7
@@ -101,7 +101,7 @@ def scores(lm: ovspec.LanguageModel) -> Any:
 
 
 def log_probabilities_of_a_prompt(lm: ovspec.LanguageModel) -> Any:
-    return run_generator(compute_prompt_logprobs(lm, lm.encode(LONG_TEXT).tolist(), 2))
+    return run_steps(compute_prompt_logprobs(lm, lm.encode(LONG_TEXT).tolist(), 2))
 
 
 def perplexity(lm: ovspec.LanguageModel) -> Any:

@@ -17,15 +17,10 @@ from servers import DEMO, Running, StartHere
 
 import ovspec
 from ovspec.cache.paged import PagedDecoder
-from ovspec.engine.engine_thread import EngineThread, Job
+from ovspec.engine.engine_thread import EngineThread, Job, run_steps
 from ovspec.engine.results import Piece
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.protocols.logprobs import (
-    SMALL_CHUNK_TOKENS,
-    compute_logprobs_between_rounds,
-    compute_prompt_logprobs,
-    run_generator,
-)
+from ovspec.protocols.logprobs import SMALL_CHUNK_TOKENS, compute_logprobs_between_rounds, compute_prompt_logprobs
 from ovspec.server import endpoints
 from ovspec.server.endpoints import generate_pieces
 
@@ -196,7 +191,7 @@ def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
     """While texts are generated, which wait for each step; the log-probabilities stay the same."""
     ids = engine.runtime.prompt_encoder.encode("\n".join(PROMPTS[:3])).tolist()[:300]
-    expected = run_generator(compute_prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
+    expected = run_steps(compute_prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
     assert echo(engine, ids) == expected
     assert max(tokens for tokens, _ in read) > SMALL_CHUNK_TOKENS
     read.clear()

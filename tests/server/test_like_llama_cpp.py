@@ -185,7 +185,11 @@ def test_invalid_chat_completion_req(server: Running, messages: Any) -> None:
 
 def test_chat_completion_with_timings_per_token(server: Running) -> None:
     found = list(chunks(server, max_tokens=4, timings_per_token=True, return_progress=True, id_slot=0))
-    assert not any(chunk.keys() & {"timings", "prompt_progress"} for chunk in found)
+    first, *others = found
+    assert "timings" not in first and not any("prompt_progress" in chunk for chunk in found)
+    for chunk in others:
+        assert chunk["timings"]["prompt_per_second"] > 0 and "predicted_per_second" in chunk["timings"]
+        assert chunk["timings"]["predicted_n"] <= 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

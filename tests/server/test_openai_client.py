@@ -202,8 +202,16 @@ def test_the_model_and_the_state_are_told(server: Running, client: Any) -> None:
     assert server.get("/health").json() == {"status": "ok"}
     ready = server.get("/ready").json()
     cache = ready.pop("cache")
-    assert ready == {"status": "ready", "arithmetic": "exact", "deterministic": True, "prefix_cache": "exact"}
     assert cache["limit_bytes"] > cache["kept_bytes"] > cache["used_bytes"] == cache["reserved_bytes"] == 0
+    assert ready == {
+        "status": "ready",
+        "arithmetic": "exact",
+        "deterministic": True,
+        "prefix_cache": "exact",
+        "drafters": ["lookup", "draft"],
+        "device": "CPU",
+        "engine": "paged",
+    }
     assert server.metric("ovspec_generated_tokens_total") > 0
     assert server.metric("ovspec_requests_total") > 0
 

@@ -31,8 +31,11 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
         seen.update({"loaded": options}, **options, draft=draft)
         return SimpleNamespace(folder=Path(folder))
 
-    def serve(lm: Any, names: list[str], keys: list[str], opened: socket.socket, options: Any) -> None:
-        seen.update(vars(options), lm=lm, names=names, keys=keys)
+    def serve(
+        lm: Any, names: list[str], keys: list[str], opened: socket.socket, options: Any, on_start: Callable[[], Any]
+    ) -> None:
+        seen.update(vars(options), lm=lm, names=names, keys=keys, opened=opened.getsockname())
+        on_start()
         opened.close()
 
     def prepare(model: str, draft: Any, weight_format: Any) -> tuple[Path, Any]:
@@ -44,9 +47,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
     monkeypatch.setattr(command_module, "load_model", load)
     monkeypatch.setattr("ovspec.server.server.serve", serve)
 
-    def run(*arguments: str) -> dict[str, Any]:
-        port = [] if "--port" in arguments else ["--port", "0"]
-        done = CliRunner().invoke(cli, ["serve", "my-pair", *arguments, *port], catch_exceptions=False)
+    def run(*arguments: str, command: str = "serve") -> dict[str, Any]:
+        port = [] if "--port" in arguments or command == "chat" else ["--port", "0"]
+        done = CliRunner().invoke(cli, [command, "my-pair", *arguments, *port], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         return seen
 
@@ -79,3 +82,20 @@ def test_a_key_of_the_environment(run: Callable[..., dict[str, Any]], monkeypatc
 def test_no_option_is_left_out() -> None:
     assert SERVING.keys() == SERVE_OPTIONS.keys()
     assert LOADING.keys() - {"draft"} == {name for name, option in LOAD_OPTIONS.items() if option.flags != ()}
+
+
+def test_a_chat_in_a_browser(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """'chat --web' serves this machine alone on a free port, with options of loading, and opens the page."""
+    visited = list[str]()
+    monkeypatch.setattr("webbrowser.open", visited.append)
+    arguments, draft = LOADING["draft"]
+    seen = run("--web", *arguments, "--precision", "f32", command="chat")
+    host, port = seen["opened"]
+    assert host == seen["host"] == "127.0.0.1" and visited == [f"http://127.0.0.1:{port}/"]
+    assert seen["draft"] == draft and seen["precision"] == "f32" and seen["keys"] == []
+
+
+def test_what_a_chat_in_a_browser_sets_on_its_page() -> None:
+    for option in (["--temperature", "1"], ["--system", "Be brief."], ["--stats"], ["--session", "file"]):
+        done = CliRunner().invoke(cli, ["chat", "my-pair", "--web", *option])
+        assert done.exit_code == 2 and f"leave {option[0]} out" in done.output

@@ -39,6 +39,8 @@ def test_keys_and_the_wait_afterwards() -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with answer_while_preparing(listener, ["a-key"], insecure=False):
         assert httpx.get(f"{url}/ready").status_code == 503
+        page = httpx.get(f"{url}/")  # which shows the progress
+        assert page.status_code == 200 and "<!doctype html>" in page.text
         assert httpx.get(f"{url}/v1/models").status_code == 401
         assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer a-key"}).status_code == 503
     with listener:

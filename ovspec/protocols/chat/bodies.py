@@ -47,6 +47,17 @@ class OpenAIBody(
     stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
 
 
+class InsideFields(RequestBody):
+    """How a text came about."""
+
+    return_token_sources: bool | None = Field(
+        None, description="Add the tokens of each text, each with the drafter that proposed it."
+    )
+    timings_per_token: bool | None = Field(
+        None, description="Add counts and times in llama.cpp's shape, also to each chunk of a stream."
+    )
+
+
 class ChatBody(ChatEndingFields, OpenAIBody):
     """A chat to be continued."""
 
@@ -75,11 +86,11 @@ class BatchLineBody(ChatEndingFields, OpenAIBody):
     top_logprobs: TOP_LOGPROBS = None
 
 
-class ChatRequest(ChatBody, OtherServersFields):
+class ChatRequest(ChatBody, InsideFields, OtherServersFields):
     """A chat to be continued."""
 
 
-class CompletionRequest(CompletionBody, OtherServersFields):
+class CompletionRequest(CompletionBody, InsideFields, OtherServersFields):
     """Texts to be continued."""
 
     suffix: str | None = Field(

@@ -19,6 +19,7 @@ from ovspec.protocols.chat.logprobs import (
 from ovspec.protocols.logprobs import PlacedToken, PlacedTokenStream, place_chat_tokens
 from ovspec.protocols.reply import DONE_EVENT, Events, ReplyInputs, ReplyMaker, ReplyModel
 from ovspec.protocols.requests import TextRequest
+from ovspec.protocols.timings import TextTimings, TokenSource, make_text_timings
 from ovspec.text.answer import ToolCall
 
 
@@ -47,6 +48,7 @@ class Choice(ReplyModel):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     record: JsonObject = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
     schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
+    token_sources: list[TokenSource] = Field(default=[], description="With return_token_sources: the tokens.")
 
 
 class FunctionCall(ReplyModel):
@@ -97,6 +99,7 @@ class OpenAIReply(ReplyModel):
     created: int
     model: str
     usage: Usage
+    timings: TextTimings | None = Field(None, description="With timings_per_token: those of the first text.")
 
 
 class ChatCompletion(OpenAIReply):
@@ -118,6 +121,7 @@ class Chunk(ReplyModel):
     model: str
     choices: list[ChatChunkChoice | CompletionChoice]
     usage: Usage | None = None
+    timings: TextTimings | None = Field(None, description="With timings_per_token: those of the text so far.")
 
 
 class ChatReplyMaker(ReplyMaker):
@@ -131,11 +135,14 @@ class ChatReplyMaker(ReplyMaker):
         self._is_chat = reply_inputs.request.kind == "chat"
         self._identity: JsonObject = dict(reply_inputs.identity)
         self._echoes = [echo for echo in reply_inputs.echoes for _ in range(self._texts_per_prompt)]  # for each row
+        names = {token_id: name for name, token_id in self._tokenizer.added_tokens.items()}
+        self._detokenizers = [self._tokenizer.make_detokenizer(names) for _ in self._rows]
         self._placed_token_streams: list[PlacedTokenStream] = []  # for each row of a stream with log-probabilities
 
     def whole_reply(self, results: list[Result]) -> ChatCompletion | Completion:
         """Return the whole reply."""
         usage = make_openai_usage([result.stats for result in results], self._texts_per_prompt)
+        self._identity |= self._make_timings_field(0)
         if self._is_chat:
             choices = [self._make_chat_choice(index, result) for index, result in enumerate(results)]
             return ChatCompletion(**self._identity, object="chat.completion", choices=choices, usage=usage)
@@ -147,8 +154,8 @@ class ChatReplyMaker(ReplyMaker):
         logprobs = None
         if placed_tokens is not None:
             logprobs = make_chat_logprobs(self._tokenizer, placed_tokens)
-        ending_fields = make_ending_fields(self._request, result, "")
-        return ChatChoice(index=index, message=make_chat_message(result), logprobs=logprobs, **ending_fields)
+        fields = make_ending_fields(self._request, result, "") | self._make_inside_fields(index, result)
+        return ChatChoice(index=index, message=make_chat_message(result), logprobs=logprobs, **fields)
 
     def _make_completion_choice(self, index: int, result: Result) -> CompletionChoice:
         echo = self._echoes[index].text
@@ -156,8 +163,27 @@ class ChatReplyMaker(ReplyMaker):
         logprobs = None
         if placed_tokens is not None:
             logprobs = make_completion_logprobs(self._tokenizer, placed_tokens, bool(requested_top_count(result)))
-        ending_fields = make_ending_fields(self._request, result, echo)
-        return CompletionChoice(index=index, text=echo + result.text, logprobs=logprobs, **ending_fields)
+        fields = make_ending_fields(self._request, result, echo) | self._make_inside_fields(index, result)
+        return CompletionChoice(index=index, text=echo + result.text, logprobs=logprobs, **fields)
+
+    def _make_inside_fields(self, index: int, part: Piece | Result) -> JsonObject:
+        """Return the requested fields that say how a text, or a piece of it, came about."""
+        fields: JsonObject = {}
+        if self._request.return_token_sources:
+            spell, spell_rest = self._detokenizers[index].push, self._detokenizers[index].flush
+            sources = [
+                TokenSource(id=token_id, text=spell(token_id), source=source)
+                for token_id, source in zip(part.token_ids, part.sources, strict=True)
+            ]
+            if part.finish_reason and sources:
+                sources[-1].text += spell_rest()
+            fields["token_sources"] = sources
+        return fields
+
+    def _make_timings_field(self, index: int) -> JsonObject:
+        """Return the field with a text's counts and times, if it was requested."""
+        stats = self._rows[index].stats
+        return {"timings": make_text_timings(stats)} if self._request.with_timings and stats.generated_tokens else {}
 
     def _find_placed_tokens(self, index: int, result: Result) -> list[PlacedToken] | None:
         """Return the tokens of a text, after the tokens of its echo, if log-probabilities were requested."""
@@ -201,12 +227,14 @@ class ChatReplyMaker(ReplyMaker):
         if piece.text:
             deltas.append(ChatDelta(content=piece.text))
         deltas += [ChatDelta(tool_calls=[make_chat_tool_call(call)]) for call in piece.tool_calls]
-        for delta in deltas or [ChatDelta(content="")] * bool(placed_tokens):
-            chunks.append(self._make_chunk(index, delta, placed_tokens))
+        inside_fields = self._make_inside_fields(index, piece)
+        for delta in deltas or [ChatDelta(content="")] * bool(placed_tokens or inside_fields.get("token_sources")):
+            chunks.append(self._make_chunk(index, delta, placed_tokens, **inside_fields))
             placed_tokens = None
+            inside_fields.pop("token_sources", None)
         if piece.finish_reason:
             ending_fields = make_ending_fields(self._request, self._rows[index].result(), "")
-            chunks.append(self._make_chunk(index, ChatDelta(), **ending_fields))
+            chunks.append(self._make_chunk(index, ChatDelta(), **inside_fields, **ending_fields))
         return chunks
 
     def last_events(self) -> Events:
@@ -218,17 +246,18 @@ class ChatReplyMaker(ReplyMaker):
         return [chunk, DONE_EVENT]
 
     def _make_chunk(
-        self, index: int, delta: ChatDelta, tokens: list[PlacedToken] | None = None, **ending: Any
+        self, index: int, delta: ChatDelta, tokens: list[PlacedToken] | None = None, **fields: Any
     ) -> Chunk:
-        choice_fields: JsonObject = {"index": index, "finish_reason": None, **ending}
+        choice_fields: JsonObject = {"index": index, "finish_reason": None, **fields}
+        chunk_fields = self._identity | self._make_timings_field(index)
         if self._is_chat:
             logprobs = make_chat_logprobs(self._tokenizer, tokens) if tokens else None
             choice = ChatChunkChoice.model_construct(delta=delta, logprobs=logprobs, **choice_fields)
-            return Chunk.model_construct(**self._identity, choices=[choice])
+            return Chunk.model_construct(**chunk_fields, choices=[choice])
         with_top_logprobs = bool(self._rows[index].params.logprobs)
         logprobs = make_completion_logprobs(self._tokenizer, tokens, with_top_logprobs) if tokens else None
         choice = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **choice_fields)
-        return Chunk.model_construct(**self._identity, choices=[choice])
+        return Chunk.model_construct(**chunk_fields, choices=[choice])
 
 
 def make_chat_message(result: Result) -> ChatMessage:

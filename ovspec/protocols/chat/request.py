@@ -68,6 +68,8 @@ def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo
         bool(body.stream),
         bool(body.stream_options and body.stream_options.include_usage),
         bool(body.return_record),
+        bool(getattr(body, "return_token_sources", None)),
+        bool(getattr(body, "timings_per_token", None)),
         body.draft,
     )
 

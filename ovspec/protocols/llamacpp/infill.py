@@ -8,14 +8,15 @@ from pydantic import BaseModel, Field, PlainValidator, RootModel
 from pydantic_core import PydanticCustomError
 
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.engine.results import Piece, Result, Stats
+from ovspec.engine.results import Piece, Result
+from ovspec.params import Params
 from ovspec.protocols.bodies import FAIL_FAST, OtherServersFields
 from ovspec.protocols.chat.bodies import OpenAIBody
 from ovspec.protocols.chat.reply import make_verification_record
 from ovspec.protocols.chat.request import build_text_request
-from ovspec.protocols.llamacpp.props import to_llamacpp_sampling
 from ovspec.protocols.reply import Events, ReplyInputs, ReplyMaker, ReplyModel
 from ovspec.protocols.requests import TextRequest
+from ovspec.protocols.timings import Timings, make_llamacpp_timings
 from ovspec.text.infill import DEFAULT_CHUNK_FILE, FileChunk, InfillPrompt
 
 StopType = Literal["eos", "limit", "word"]
@@ -48,20 +49,6 @@ class InfillRequest(OpenAIBody, OtherServersFields):
         description='The fields that the answer has, such as "content" or "timings/prompt_n", which then is a field of '
         "that name; unknown ones are left out. Default: all.",
     )
-
-
-class Timings(ReplyModel):
-    cache_n: int = Field(description="Tokens of the prompt that were in the KV cache already.")
-    prompt_n: int = Field(description="Tokens of the prompt that were read.")
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-    draft_n: int = Field(0, description="Proposed tokens, if there were any.")
-    draft_n_accepted: int = 0
 
 
 class InfillDelta(ReplyModel):
@@ -158,30 +145,6 @@ def make_infill_reply(reply_inputs: ReplyInputs, index: int, result: Result) -> 
     return reply
 
 
-def make_llamacpp_timings(stats: Stats) -> Timings:
-    """Return the counts and times of a text as llama.cpp reports them."""
-    # Without a token, all time was the prompt's.
-    total_ms = stats.target_ms + stats.draft_ms + stats.other_ms
-    prompt_ms = stats.ttft_ms if stats.generated_tokens else total_ms
-    timings: JsonObject = {"cache_n": stats.cached_tokens}
-    timings |= make_phase_timings("prompt", stats.prompt_tokens - stats.cached_tokens, prompt_ms)
-    predicted_ms = stats.tpot_ms * max(0, stats.generated_tokens - 1)
-    timings |= make_phase_timings("predicted", stats.generated_tokens, predicted_ms)
-    if stats.proposed:
-        timings |= {"draft_n": stats.proposed, "draft_n_accepted": stats.accepted}
-    return Timings(**timings)
-
-
-def make_phase_timings(phase: str, token_count: int, duration_ms: float) -> JsonObject:
-    """Return the fields for the tokens of a phase that took ``duration_ms`` milliseconds."""
-    return {
-        f"{phase}_n": token_count,
-        f"{phase}_ms": duration_ms,
-        f"{phase}_per_token_ms": duration_ms / token_count if token_count else 0.0,
-        f"{phase}_per_second": 1e3 * token_count / duration_ms if duration_ms else 0.0,
-    }
-
-
 def select_fields(reply: InfillReplyModel, paths: list[str] | None) -> InfillReplyModel | JsonObject:
     """Return a reply, or, if there are any, its fields at these paths, each under its whole path."""
     if not paths:
@@ -194,3 +157,25 @@ def select_fields(reply: InfillReplyModel, paths: list[str] | None) -> InfillRep
         if field_value is not None:
             selected_fields[path] = field_value
     return selected_fields
+
+
+def to_llamacpp_sampling(params: Params) -> JsonObject:
+    """Return sampling options under llama.cpp's names."""
+    max_tokens = -1 if params.max_tokens is None else params.max_tokens
+    return {
+        "n_predict": max_tokens,
+        "max_tokens": max_tokens,
+        "n_indent": params.min_indent,
+        "t_max_predict_ms": params.max_predict_ms,
+        "seed": -1 if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "typical_p": params.typical_p,
+        "repeat_penalty": 1.0 if params.repetition_penalty is None else params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop": params.stop_strings,
+        "ignore_eos": params.ignore_eos,
+    }

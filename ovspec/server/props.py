@@ -7,6 +7,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec.params import Params
+from ovspec.protocols.llamacpp.infill import to_llamacpp_sampling
 from ovspec.protocols.reply import ReplyModel
 
 
@@ -59,25 +60,3 @@ def make_server_props(lm: LanguageModel, model_name: str, defaults: Params, batc
         endpoint_metrics=True,
         is_sleeping=False,
     )
-
-
-def to_llamacpp_sampling(params: Params) -> JsonObject:
-    """Return sampling options under llama.cpp's names."""
-    max_tokens = -1 if params.max_tokens is None else params.max_tokens
-    return {
-        "n_predict": max_tokens,
-        "max_tokens": max_tokens,
-        "n_indent": params.min_indent,
-        "t_max_predict_ms": params.max_predict_ms,
-        "seed": -1 if params.seed is None else params.seed,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "typical_p": params.typical_p,
-        "repeat_penalty": 1.0 if params.repetition_penalty is None else params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "stop": params.stop_strings,
-        "ignore_eos": params.ignore_eos,
-    }

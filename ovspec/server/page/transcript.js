@@ -1,0 +1,103 @@
+// The messages on the screen: those in view have their form, the others only their text.
+
+import { byId } from "./dom.js";
+import { MessageView } from "./message_view.js";
+
+const NEAR_END = 60; // pixels
+const DRAWING_MS = 40; // between two drawings of a growing answer
+
+export class Transcript {
+  constructor(actions) {
+    this.actions = actions;
+    this.views = new Map();
+    this.root = byId("messages");
+    this.scroller = byId("scroller");
+    this.follows = true;
+    this.frame = 0;
+    this.drawnAt = 0;
+    this.observer = new IntersectionObserver((entries) => this.enrichVisible(entries), { root: this.scroller, rootMargin: "800px" });
+    this.scroller.addEventListener("scroll", () => this.noteScroll(), { passive: true });
+    byId("to-end").addEventListener("click", () => this.goToEnd());
+  }
+
+  /** Show a path of messages; views of messages that stay are kept. */
+  show(path) {
+    const views = new Map();
+    for (const message of path) {
+      let view = this.views.get(message.id);
+      if (!view || view.message !== message) {
+        view = new MessageView(message, this.actions);
+        this.observer.observe(view.node);
+      }
+      views.set(message.id, view);
+    }
+    for (const [id, view] of this.views) if (views.get(id) !== view) this.observer.unobserve(view.node);
+    this.views = views;
+    this.root.replaceChildren(...[...views.values()].map((view) => view.node));
+    byId("welcome").hidden = path.length > 0;
+    for (const view of [...views.values()].slice(-6)) view.enrich();
+  }
+
+  view(id) {
+    return this.views.get(id);
+  }
+
+  /** Show again what a message has around its text. */
+  refresh(id) {
+    const view = this.views.get(id);
+    if (!view?.isRich || view.growing) return;
+    view.showWhole();
+    view.showActions();
+  }
+
+  enrichVisible(entries) {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      this.views.get(target.dataset.id)?.enrich();
+      this.observer.unobserve(target);
+    }
+  }
+
+  /** Draw what has grown, in some of the frames: the others are for scrolling. */
+  scheduleGrowth(view) {
+    this.frame ||= requestAnimationFrame((now) => {
+      this.frame = 0;
+      if (!view.growing) return;
+      if (now - this.drawnAt < DRAWING_MS) {
+        this.scheduleGrowth(view);
+        return;
+      }
+      this.drawnAt = now;
+      if (!view.grow()) this.scheduleGrowth(view);
+      if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
+    });
+  }
+
+  /** Draw the rest of a whole answer, frame by frame. */
+  async finishGrowth(view) {
+    while (!view.grow()) await new Promise(requestAnimationFrame);
+    view.endGrowth();
+    if (this.follows) this.goToEnd();
+  }
+
+  noteScroll() {
+    const { scrollTop, scrollHeight, clientHeight } = this.scroller;
+    this.follows = scrollTop + clientHeight > scrollHeight - NEAR_END;
+    byId("to-end").hidden = this.follows;
+  }
+
+  goToEnd() {
+    this.follows = true;
+    this.scroller.scrollTop = this.scroller.scrollHeight;
+    byId("to-end").hidden = true;
+  }
+
+  /** Move the focus to the message before or after the one that has it. */
+  focusNeighbour(step) {
+    const nodes = [...this.root.children];
+    const index = nodes.findIndex((node) => node.contains(document.activeElement));
+    const next = nodes[index < 0 ? (step < 0 ? nodes.length - 1 : 0) : index + step];
+    next?.focus();
+    next?.scrollIntoView({ block: "nearest" });
+  }
+}
