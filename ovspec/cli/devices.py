@@ -3,7 +3,7 @@ import click
 
 @click.command()
 def devices() -> None:
-    """List the devices that a model can run on, and a GPU's memory, driver, matrix unit (XMX) and KV cache.
+    """List the available devices, with memory, driver, matrix unit (XMX) and KV cache of each GPU.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Makes ``Params`` of the options of a call, and refuses options that exclude or need each other."""
+"""Makes ``Params`` from the options of a call, and refuses conflicting or incomplete options."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ def make_params(options: Mapping[str, OptionValue]) -> Params:
     """
     sampling = options.get("sampling")
     if isinstance(sampling, Params) and len(options) == 1:
-        return sampling  # as the command line hands it on
+        return sampling  # already checked by the command line
     check_option_names(options, GENERATE_OPTIONS)
     # In Python, None stands for the default of other options.
     option_values: dict[str, OptionValue] = {
@@ -36,7 +36,7 @@ def make_params(options: Mapping[str, OptionValue]) -> Params:
 
 
 def check_param_combinations(params: Params) -> Params:
-    """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
+    """Return ``params`` with individually valid values; raises OvspecError for conflicts between options."""
     if params.conflict_message:
         raise OvspecError(params.conflict_message)
     check_grammar_options(params)
@@ -54,7 +54,7 @@ def check_param_combinations(params: Params) -> Params:
 
 
 def parse_tool_options(params: Params) -> Params:
-    """Return ``params`` with the tools as OpenAI's; raises OvspecError for what can't be called."""
+    """Return ``params`` with the tools in OpenAI's format; raises OvspecError for invalid tools or choices."""
     if "tools" in (params.chat_template_kwargs or {}) and params.tools:
         raise OvspecError("`tools` and `chat_template_kwargs` both have tools; give them once.")
     if not params.tools:
@@ -69,7 +69,7 @@ def parse_tool_options(params: Params) -> Params:
 
 
 def check_grammar_options(params: Params) -> None:
-    """Raise OvspecError for options of grammars that exclude or need each other."""
+    """Raise OvspecError for conflicting or incomplete grammar options."""
     grammar_options = [name for name in GRAMMAR_OPTIONS if getattr(params, name) is not None]
     if len(grammar_options) > 1:
         quoted_options = " and ".join(f"`{name}`" for name in grammar_options)
@@ -90,6 +90,6 @@ def check_grammar_options(params: Params) -> None:
 
 
 def refuse_retries_in_stream(params: Params) -> None:
-    """Raise OvspecError if ``params`` ask for retries, which a stream can't have."""
+    """Raise OvspecError if ``params`` include retries, which streams don't support."""
     if params.retries:
         raise OvspecError("`retries` can't be combined with a stream, whose text is seen before it ends.")

@@ -1,4 +1,4 @@
-"""The tools that a model may call: what users give, and what they ask of them."""
+"""The options for tools: descriptions of tools, and the allowed calls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOOL_CHOICE_FORMS = (
 
 @dataclass(frozen=True)
 class AllowedCalls:
-    """What an answer may call.
+    """The tool calls allowed in an answer.
 
-    tool_names: the tools that it may call.
-    required: it must, and says nothing else.
-    single_call: it has one call at most.
+    tool_names: the allowed tools.
+    required: the answer consists of tool calls only.
+    single_call: at most a single call.
     """
 
     tool_names: tuple[str, ...]
@@ -37,10 +37,10 @@ NO_TOOLS = AllowedCalls((), False)
 
 
 def parse_tools(tools: Sequence[JsonValue]) -> list[JsonObject]:
-    """Return tools as OpenAI's API has them; each is such an object, the function within one, or a Python function.
+    """Return tools in the format of OpenAI's API, from such objects, their function part, or Python functions.
 
     Raises:
-        OvspecError: one isn't a function with a name and a schema, or two have the same name.
+        OvspecError: a tool isn't a function with a name and a schema, or two tools have the same name.
     """
     if len(tools) > MAX_TOOLS:
         raise OvspecError(f"`tools` has {len(tools)} tools; at most {MAX_TOOLS} are allowed.")
@@ -54,7 +54,7 @@ def parse_tools(tools: Sequence[JsonValue]) -> list[JsonObject]:
 
 
 def parse_tool(tool: JsonValue) -> JsonObject:
-    """Return one tool as OpenAI's API has it; see ``parse_tools``."""
+    """Return a single tool in the format of OpenAI's API; see ``parse_tools``."""
     if callable(tool):
         tool = describe_function(tool)
     if not isinstance(tool, Mapping):
@@ -86,9 +86,9 @@ EMPTY_SCHEMA = {"type": "object", "properties": {}}
 def describe_function(function: Callable[..., Any]) -> JsonObject:
     """Return name, description and parameters of a Python function, from its type hints and its docstring.
 
-    The docstring is one of Google's style: "Args:" with a line "name: what it is" for each parameter.
+    The docstring is in Google's style: "Args:" with a line "name: description" for each parameter.
     """
-    from pydantic import Field, create_model  # deferred, because few need it
+    from pydantic import Field, create_model  # imported late: few programs use it
     from pydantic.errors import PydanticUserError
 
     function_name = getattr(function, "__name__", None)
@@ -112,7 +112,7 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
             raise OvspecError(f"`tools`: {function_name} needs a type hint for its parameter {name}.")
         default = ... if parameter.default is parameter.empty else parameter.default
         argument_note = " ".join(argument_notes[name].split()) if name in argument_notes else None
-        # Under another name, because pydantic has names of its own.
+        # Renamed, because pydantic reserves some names.
         model_fields[f"parameter_{len(model_fields)}"] = (
             parameter.annotation,
             Field(default, alias=name, description=argument_note),
@@ -131,7 +131,7 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
 
 
 def remove_titles(schema: JsonValue) -> JsonValue:
-    """Return a schema without the titles that pydantic makes of names."""
+    """Return a schema without pydantic's titles, made from names."""
     if isinstance(schema, list):
         return [remove_titles(subschema) for subschema in schema]
     if not isinstance(schema, dict):
@@ -144,10 +144,10 @@ def remove_titles(schema: JsonValue) -> JsonValue:
 
 
 def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> AllowedCalls:
-    """Return what an answer may call; ``tools`` are OpenAI's, ``tool_choice`` is the option of this name.
+    """Return the allowed calls for ``tools`` in OpenAI's format and the option ``tool_choice``.
 
     Raises:
-        OvspecError: the choice isn't one, or names a tool that isn't there.
+        OvspecError: the choice is malformed, or names an unknown tool.
     """
     tool_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     if tool_choice is None or tool_choice in TOOL_CHOICE_MODES:
@@ -176,7 +176,7 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
 def select_requested_tool_names(
     requested_names: Sequence[JsonValue], tool_names: Mapping[str, None]
 ) -> tuple[str, ...]:
-    """Return the ``requested_names`` names without repetitions; raises OvspecError for a name that no tool has."""
+    """Return ``requested_names`` without repetitions; raises OvspecError for an unknown name."""
     for name in requested_names:
         if not isinstance(name, str) or name not in tool_names:
             tools_in_words = f"the tools are {', '.join(tool_names)}" if tool_names else "there are no tools"
