@@ -28,7 +28,7 @@ MAX_SINGLE_TOKEN_STEPS = 8  # tokens at the end of the text that are fed one by 
 # Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, which some parts
 # of a model round again, differ by 0.001 to 0.02, and another computation by 0.3 and more.
 LOGITS_TOLERANCE = 0.1
-REPORT_ADVICE = "a wrong IR is not kept, so please report the name of this model to ovspec"
+REPORT_ADVICE = "the wrong IR was deleted; please report the model's name to ovspec"
 TIED_POSITION_SHARE = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
 
 
@@ -46,10 +46,12 @@ def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: 
     enable_f32_computation(model)
     text_logits = compute_checkpoint_logits(model, text_ids, ir.logits_width)
     checkpoint_logits = [text_logits, text_logits[: len(shortened_ids)]]  # no token sees a later one
-    for texts, circumstance in (([text_ids], "than the checkpoint"), ([text_ids, shortened_ids], "in a batch")):
+    for texts, circumstance in (([text_ids], "for a text"), ([text_ids, shortened_ids], "in a batch")):
         difference = measure_difference(compute_ir_logits(ir, texts), checkpoint_logits[: len(texts)])
         if difference > tolerance:
-            problem = f"the IR computes other logits {circumstance}: they differ by {difference:.2g} of their spread"
+            problem = (
+                f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations"
+            )
             raise OvspecError(f"{problem}; {REPORT_ADVICE}")
 
 

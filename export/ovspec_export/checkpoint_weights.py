@@ -100,18 +100,18 @@ def read_quantisation(config: JsonObject) -> Quantisation:
         if config.get("load_in_8bit"):
             return Quantisation("bitsandbytes, int8", rounds_inputs=True)
         if (kind := config.get("bnb_4bit_quant_type", "fp4")) != "nf4":
-            raise ValueError(f"to {kind}")
+            raise ValueError(f"in {kind}")
         return Quantisation("bitsandbytes, nf4")
-    raise ValueError("in a way that isn't known")
+    raise ValueError("in an unknown way")
 
 
 def read_compressed_quantisation(config: JsonObject) -> Quantisation:
     """Return how compressed-tensors quantised the weights; raises ValueError like ``read_quantisation``."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise ValueError("it says nothing of groups")
+        raise ValueError("without groups")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise ValueError("they are sparse, too")
+        raise ValueError("with sparsity")
     for group in groups.values():
         stored_format = group.get("format") or config.get("format")
         weights = group.get("weights") or {}
@@ -197,7 +197,9 @@ class CheckpointWeights:
             return self._read_layers([name])[0].unpack()
         values = self._read_tensor(name)
         if not np.isfinite(values).all():
-            raise OvspecError(f"{self._folder}: its tensor {name} has values that are infinite or not numbers.")
+            raise OvspecError(
+                f"{self._folder}: its tensor {name} has NaN or infinite values; download the model again."
+            )
         return np.array(values, np.float32).reshape(self._shapes[name])
 
     def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:  # noqa: ARG002
@@ -213,7 +215,9 @@ class CheckpointWeights:
             return layers[0] if names == [name] else self._join_experts(name, layers)
         dtypes = {self._stored_dtypes.get(layer) for layer in names}
         if packed_count or len(dtypes) > 1:
-            raise OvspecError(f"{self._folder}: of its experts {name}, only some are quantised, which can't be kept.")
+            raise OvspecError(
+                f"{self._folder}: only some of its experts {name} are quantised; export the unquantised checkpoint."
+            )
         tensors = self._read_bf16_bits(names) if dtypes == {"BF16"} else self._read_tensors(names)
         return tensors[name] if names == [name] else np.concatenate([tensors[layer] for layer in names])
 
@@ -226,12 +230,12 @@ class CheckpointWeights:
     def _join_experts(self, name: str, experts: list[PackedWeights]) -> PackedWeights:
         try:
             if experts[0].element_type == "nf4":
-                raise ValueError("integers in NF4, which OpenVINO would make floats of")
+                raise ValueError("integers in NF4, which OpenVINO would convert to floats")
             return join_experts(experts)
         except ValueError as error:
             raise OvspecError(
-                f"{self._folder}: the weights of its experts {name} can't be kept: they have {error}; name the "
-                "checkpoint that isn't quantised, and compress that."
+                f"{self._folder}: the quantised weights of its experts {name} can't be kept: they have {error}; "
+                "export the unquantised checkpoint, and compress it with `weight_format`."
             ) from None
 
     def _list_parts(self, name: str) -> list[str]:
@@ -265,10 +269,10 @@ class CheckpointWeights:
         try:
             packed = readers[self._quantisation.layout]()
             if packed.shape != self._shapes[name]:
-                raise ValueError(f"{packed.shape[0]} x {packed.shape[1]} weights in place of {self._shapes[name]}")
+                raise ValueError(f"{packed.shape[0]} x {packed.shape[1]} weights instead of {self._shapes[name]}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise OvspecError(
-                f"{self._folder}: its layer {prefix[:-1]} is not stored as its config says ({error}); download the "
+                f"{self._folder}: its layer {prefix[:-1]} doesn't match its config.json ({error}); download the "
                 "model again."
             ) from None
         check_numbers(packed, prefix[:-1], str(self._folder))
@@ -321,4 +325,6 @@ class CheckpointWeights:
         ]
         zero_biases = {name for name, bias in self._load_tensors(bias_names) if not bias.any()}
         if unknown_name := next((name for name in names_without_place if name not in zero_biases), None):
-            raise OvspecError(f"{self._folder}: its tensor {unknown_name} has no place in a model of its family.")
+            raise OvspecError(
+                f"{self._folder}: its tensor {unknown_name} is unknown in its model family; download the model again."
+            )

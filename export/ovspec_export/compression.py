@@ -44,7 +44,7 @@ class Compression:
         """Raise OvspecError if the options don't fit together."""
         if self.weight_format not in (*WEIGHT_FORMATS, KEEP):
             formats = ", ".join((*WEIGHT_FORMATS, KEEP))
-            raise OvspecError(f"Weight format {self.weight_format!r} is not one of {formats}.")
+            raise OvspecError(f"`weight_format` is {self.weight_format!r}; it must be one of {formats}.")
         int4_options = [name for name in self.requested_options() if name != "sym"]
         if self.weight_format != "int4" and int4_options:
             raise OvspecError(f"`{int4_options[0]}` works only with `weight_format='int4'`.")
@@ -55,12 +55,12 @@ class Compression:
         if self.group_size is not None and self.group_size != -1 and self.group_size < 1:
             raise OvspecError(f"`group_size` is {self.group_size}; it must be positive, or -1 for a scale per channel.")
         if self.backup_precision not in (None, *BACKUP_PRECISIONS):
-            raise OvspecError(f"`backup_precision` is not one of {', '.join(BACKUP_PRECISIONS)}.")
+            raise OvspecError(f"`backup_precision` must be one of {', '.join(BACKUP_PRECISIONS)}.")
         if self.gptq and self.lora_correction:
-            raise OvspecError("`gptq` and `lora_correction` cannot be combined; choose one.")
+            raise OvspecError("`gptq` and `lora_correction` can't be combined; leave either out.")
         data_aware = [n for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
         if data_aware and not self.calibration:
-            raise OvspecError(f"`{data_aware[0]}` needs a text to calibrate on; name one with `calibration`.")
+            raise OvspecError(f"`{data_aware[0]}` needs a text for calibration; set `calibration`.")
         if self.samples is not None and self.samples < 1:
             raise OvspecError(f"`samples` is {self.samples}; it must be at least 1.")
         if self.calibration:

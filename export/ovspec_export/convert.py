@@ -48,13 +48,13 @@ JOB_FAILURES = {
     "calibrate_weights": "nncf could not compress it",
     "round_to_bf16": "it could not be rounded to bf16",
     "evaluate_ir": "it could not be compared with the checkpoint",
-    "write_texts": "it could not write texts",
+    "write_texts": "it could not generate texts",
     "write_features": "its hidden states could not be computed",
     "train_head": "a head could not be trained",
     "train_mtp": "an MTP layer could not be trained",
     "check_mtp_possible": "no MTP layer can be made",
-    "find_most_used_ids": "it could not write texts",
-    "train_draft": "the draft could not be taught",
+    "find_most_used_ids": "it could not generate texts",
+    "train_draft": "the draft could not be trained",
     "measure_costs": "it could not be timed",
     "measure_gain": "the gain could not be measured",
 }
@@ -243,7 +243,7 @@ def compute_layer_share(source: Source, layer_count: int) -> float:
     if not 0 < layer_count < total_layers:
         allowed_counts = f"1 to {total_layers - 1}"
         raise OvspecError(
-            f"`draft_layers` is {layer_count}; {source.name} has {total_layers} layers, so take {allowed_counts}."
+            f"`draft_layers` is {layer_count}; {source.name} has {total_layers} layers, so choose {allowed_counts}."
         )
     return layer_count / total_layers
 
@@ -403,7 +403,7 @@ def choose_group_size(source: Source, compression: Compression) -> Compression:
         return dataclasses.replace(compression, group_size=fitting_size)
     raise OvspecError(
         f"{source.name}: `group_size` is {group_size}, but {misfit_layer} has rows of {row_widths[misfit_layer]} "
-        f"weights; take {advice} for a scale per channel."
+        f"weights; use {advice} for a scale per channel."
     )
 
 

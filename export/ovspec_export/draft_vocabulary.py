@@ -70,9 +70,12 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
     vocab_size = min(source.get_config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
     if len(wrong_ids := ids[(ids < 0) | (ids >= vocab_size)]):
-        raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong_ids[0]} of {vocab_size}.")
+        raise OvspecError(
+            f"{draft.name}: its draft vocabulary has token id {wrong_ids[0]}, but there are {vocab_size} tokens; "
+            "trim the draft again."
+        )
     if len(np.unique(ids)) < len(ids):
-        raise OvspecError(f"{draft.name}: its draft vocabulary names a token twice.")
+        raise OvspecError(f"{draft.name}: its draft vocabulary has a duplicate token; trim the draft again.")
     return ids
 
 
@@ -92,7 +95,7 @@ def choose_most_used_ids(
         OvspecError: so many ids can't be kept.
     """
     if not MIN_IDS <= count <= vocab_size:
-        valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the draft's number of ids"
+        valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the size of the draft's vocabulary"
         raise OvspecError(f"`trim_vocabulary` is {count}; {valid_counts_text}.")
     id_counts = np.bincount(concatenate_ids(texts), minlength=vocab_size)[:vocab_size]
     used_special_ids = np.array(
@@ -118,7 +121,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
     try:
         model = read_and_trim_model(folder, ids)
     except ValueError as error:
-        raise OvspecError(f"{name}: its vocabulary can't be trimmed, because {error}; choose another draft.") from None
+        raise OvspecError(f"{name}: its vocabulary can't be trimmed: {error}; choose another draft.") from None
     write_target_ids(model, ids)
     ov.save_model(model, folder / "trimmed.xml", compress_to_fp16=False)
     del model  # it maps the file that is replaced next
@@ -141,5 +144,5 @@ def read_and_trim_model(folder: Path, ids: np.ndarray) -> ov.Model:
     keep_logits(logits_operations, ids)
     model.validate_nodes_and_infer_types()
     if model.output("logits").get_partial_shape()[-1] != len(ids):
-        raise ValueError("its logits don't have one value for each row of its lm_head")
+        raise ValueError("its logits and the rows of its lm_head differ in number")
     return model

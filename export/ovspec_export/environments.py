@@ -35,9 +35,9 @@ INSTALL_FAILURES = {
     "No matching distribution": "the package index cannot be reached or doesn't have them",
     "NewConnectionError": "the package index cannot be reached",
     "Failed to fetch": "the package index cannot be reached",
-    "DO NOT MATCH THE HASHES": "what the package index sent has another checksum",
-    "Long Path support": "a path is longer than Windows allows; let it have long paths",
-    "Hash mismatch": "what the package index sent has another checksum",
+    "DO NOT MATCH THE HASHES": "a downloaded package has the wrong checksum",
+    "Long Path support": "a path is too long for Windows; enable long paths",
+    "Hash mismatch": "a downloaded package has the wrong checksum",
 }
 
 
@@ -181,8 +181,8 @@ def install_wheels(environment: Environment, families: str) -> int:
             incomplete_note = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
             raise OvspecError(
                 f"Exporting {families} needs {wheel_names}, which could not be installed into {folder.parent} "
-                f"({reason}). {incomplete_note}Without a network, run 'ovspec export --prepare {families}' on a "
-                f"machine that has one, and copy the folder {folder.name} from there."
+                f"({reason}). {incomplete_note}Without a network, run 'ovspec export --prepare {families}' on "
+                f"another machine, and copy the folder {folder.name} from there."
             )
         size = sum(path.stat().st_size for path in packages_folder.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder
@@ -208,7 +208,7 @@ def find_installer_command() -> list[str]:
         return [*pip_command, "--only-binary", ":all:"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
-    raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install one of them.")
+    raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install pip.")
 
 
 def prepare_environments(families_by_environment: dict[Environment, str]) -> None:

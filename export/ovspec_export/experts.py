@@ -82,7 +82,7 @@ def join_experts(experts: list[PackedWeights]) -> PackedWeights:
         ValueError: they differ in their groups, or the columns of one have an order of their own.
     """
     if any(weights.column_order is not None for weights in experts):
-        raise ValueError("an order of their columns, which experts can't have")
+        raise ValueError("reordered columns")
     if len({(weights.shape, weights.scales.shape) for weights in experts}) > 1:
         raise ValueError("groups of different sizes")
     if any(weights.zero_points is not None for weights in experts):

@@ -59,7 +59,7 @@ def plan_export(
     for weight_options in filter(None, (compression, draft_compression)):
         weight_options.check_weight_options()
     if draft not in (None, NO_DRAFT) and draft_layers is not None:
-        raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
+        raise OvspecError("`draft_layers` and `draft` can't be combined; leave either out.")
     if evaluate:
         read_text(evaluate)
     check_output_folder(output, overwrite)
@@ -72,15 +72,15 @@ def plan_export(
         print_note(f"{source.name}: {format_size(source.size_in_bytes)}{ir_note}, revision {source.revision[:12]}")
         folder = source.path.resolve()
         if output == folder or folder in output.parents or output in folder.parents:
-            raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
+            raise OvspecError(f"{output}: overlaps with the source {source.name}; choose another `output`.")
     target_source = sources[0]
     if isinstance(target_source, HeadSource):
         raise OvspecError(
-            f"{target_source.name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`."
+            f"{target_source.name}: an EAGLE-3 head, not a model; export its target, with the head as `draft`."
         )
     if is_trimmed(target_source):
         raise OvspecError(
-            f"{target_source.name}: a draft with a trimmed vocabulary; name its target, and it as `draft`."
+            f"{target_source.name}: a draft with a trimmed vocabulary; export its target, with this draft as `draft`."
         )
     resolved_template = (
         None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
@@ -88,10 +88,10 @@ def plan_export(
     draft_head = draft_source if isinstance(draft_source, HeadSource) else None
     draft_ids = read_proposed_ids(draft_source, target_source) if draft_source else None
     if evaluate and any(source.is_ir for source in sources if source is not draft_head):
-        raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
+        raise OvspecError("`evaluate` needs a checkpoint, but the source is already an IR; leave it out.")
     for source, weight_options in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and weight_options not in (None, INT8, KEPT):
-            raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
+            raise OvspecError(f"{source.name}: already an IR; leave out the weight options.")
     tap_layers = check_head_fits(target_source, draft_head) if draft_head else None
     for source in sources:
         if not source.is_ir:
@@ -138,8 +138,7 @@ def resolve_compression(source: Source, compression: Compression | None) -> Comp
         return KEPT
     if compression is not None:
         raise OvspecError(
-            f"{source.name}: its weights aren't quantised, and can't be kept; name another `weight_format` than "
-            f"'{KEEP}'."
+            f"{source.name}: its weights aren't quantised, so `weight_format` can't be '{KEEP}'; choose another."
         )
     return INT8
 
@@ -159,6 +158,6 @@ def find_draft_source(
     mtp_layer = find_own_mtp_layer(target)
     if not mtp_layer and draft == MTP_DRAFT:
         raise OvspecError(
-            f"{target.name}: it has no MTP layer, or one with quantised weights; leave out the draft, or name one."
+            f"{target.name}: has no MTP layer, or only a quantised MTP layer; choose another `draft`, or leave it out."
         )
     return mtp_layer

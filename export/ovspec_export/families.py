@@ -130,8 +130,8 @@ TEXT_ONLY_FAMILIES = {
 # Families that optimum registers, but whose export fails.
 NEEDS_OLD_TRANSFORMERS = "optimum exports it only with transformers 4.55 and older"
 UNSUPPORTED_FAMILIES = {
-    "mamba2": "optimum does not know it",
-    "nemotron": "optimum does not know it",
+    "mamba2": "unknown to optimum-intel",
+    "nemotron": "unknown to optimum-intel",
     "zamba2": "optimum cannot save its shared tensors",
     **dict.fromkeys(
         ("arctic", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "minicpm", "minicpm3", "qwen"),
@@ -144,7 +144,7 @@ def find_family(model_type: str, name: str) -> Family:
     """Return how checkpoints of this ``model_type`` are exported; raises OvspecError if they can't be."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    reason = UNSUPPORTED_FAMILIES.get(model_type, "neither ovspec nor optimum-intel knows it")
+    reason = UNSUPPORTED_FAMILIES.get(model_type, "unknown to ovspec and optimum-intel")
     raise OvspecError(
         f"{name}: models of the family {model_type} cannot be exported ({reason}); see 'ovspec export --list-families'."
     )
@@ -164,8 +164,8 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
             continue
         if name not in families and (name in known_pairs or "/" in name or "\\" in name or Path(name).is_dir()):
             raise OvspecError(
-                f"{name}: a model, but only families can be prepared for; name the model_type in its config.json, "
-                "and see 'ovspec export --list-families'."
+                f"{name}: a model, but --prepare takes families; give the model_type in its config.json, or see "
+                "'ovspec export --list-families'."
             )
         model_types = TEXT_MODEL_CLASSES.get(name, (name,))
         for environment in filter(None, (find_family(model_type, name).environment for model_type in model_types)):

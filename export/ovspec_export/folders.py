@@ -31,19 +31,19 @@ SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file manager
 def check_output_folder(output: Path, overwrite: bool) -> None:
     """Raise OvspecError if ``output`` holds something that ovspec did not make or, without ``overwrite``, a pair."""
     if output.exists() and not output.is_dir():
-        raise OvspecError(f"{output}: is a file; name another `output`.")
+        raise OvspecError(f"{output}: is a file; choose another `output`.")
     restore_backup(output)
     if output.exists() and (foreign_name := find_foreign_file(output)):
         raise OvspecError(
-            f"{output}: holds files that ovspec did not export ({foreign_name}); name another `output`, or move them "
-            "away."
+            f"{output}: contains files not exported by ovspec ({foreign_name}); choose another `output`, or move "
+            "them away."
         )
     check_file_name(output)
     if not overwrite and has_manifest(output) and not read_raw_manifest(output).get("unfinished"):
-        raise OvspecError(f"{output} already exists; name another `output`, or add `overwrite=True`.")
+        raise OvspecError(f"{output} already exists; choose another `output`, or add `overwrite=True`.")
     backup = backup_path(output)
     if backup.exists() and (not has_manifest(backup) or find_foreign_file(backup)):
-        raise OvspecError(f"{backup}: is in the way and holds what ovspec did not make; rename it.")
+        raise OvspecError(f"{backup}: is in the way and contains files not exported by ovspec; rename it.")
 
 
 def check_files_closed(output: Path) -> None:
@@ -58,8 +58,8 @@ def check_files_closed(output: Path) -> None:
 
 def open_files_error(output: Path) -> OvspecError:
     """Return the error for an export whose files are open."""
-    advice = "stop the program that has loaded it, such as 'ovspec serve'"
-    return OvspecError(f"{output}: its files are open, so the old export stays; {advice}, and export again.")
+    advice = "stop the program using it, such as 'ovspec serve'"
+    return OvspecError(f"{output}: its files are open, so the old export was kept; {advice}, and export again.")
 
 
 def find_foreign_file(folder: Path) -> str | None:
@@ -105,9 +105,11 @@ def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise OvspecError(f"{output}: another export is writing it; wait for it, or name another `output`.") from None
+        raise OvspecError(
+            f"{output}: another export is writing to it; wait for it, or choose another `output`."
+        ) from None
     except OSError as error:
-        raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); name another `output`.") from None
+        raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); choose another `output`.") from None
     try:
         check_output_folder(output, overwrite)
         check_files_closed(output)
@@ -187,13 +189,16 @@ def name_partial_folder(output: Path) -> Path:
 
 
 def check_disk_space(
-    folder: Path, needed_bytes: float, purpose: str = "the export", advice: str = "make room, or name another `output`"
+    folder: Path,
+    needed_bytes: float,
+    purpose: str = "the export",
+    advice: str = "free some space, or choose another `output`",
 ) -> None:
     """Raise OvspecError unless the bytes are free on the disk of ``folder`` or its nearest existing parent."""
     existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free_bytes = shutil.disk_usage(existing_folder).free
     if free_bytes < needed_bytes:
-        sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free_bytes)} are free"
+        sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free_bytes)} is free"
         raise OvspecError(f"{folder}: {purpose} needs {sizes}; {advice}.")
 
 

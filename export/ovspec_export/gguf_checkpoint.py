@@ -150,9 +150,7 @@ def convert_gguf_tensor(
     if processed_tensor.name is None:  # already in ``tensors``
         return
     if processed_tensor.name not in hf_names:
-        raise OvspecError(
-            f"{headers.path}: its tensor {name} has no place in a model of the family {headers.architecture}."
-        )
+        raise OvspecError(f"{headers.path}: its tensor {name} is unknown in the family {headers.architecture}.")
     weights = np.array(processed_tensor.weights, np.float32)
     shape = hf_shapes.get(hf_names[processed_tensor.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:

@@ -46,9 +46,9 @@ TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "pa
 KEYS_READ_ELSEWHERE = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
 # Kinds of files beside that of a whole model (general.type) -> advice.
 PARTIAL_MODEL_KINDS = {
-    "mmproj": "the part of a model that sees or hears; name the file with its text model",
-    "adapter": "an adapter; merge it into its model and convert that",
-    "imatrix": "an importance matrix; name the file with the model",
+    "mmproj": "the vision or audio part of a model; give the file with the text model",
+    "adapter": "an adapter; merge it into its model, and export the merged model",
+    "imatrix": "an importance matrix; give the file with the model",
 }
 # Entries of general.sampling.* -> entries of generation_config.json.
 SAMPLING_KEYS = {
@@ -196,25 +196,25 @@ def build_config(headers: GgufHeaders) -> JsonObject:
         key for key in architecture_entries if key not in config_keys and not KEYS_READ_ELSEWHERE.fullmatch(key)
     )
     if unknown_keys:
-        problem = f"{key_prefix}{unknown_keys[0]}, which ovspec doesn't understand, so the model could come out wrong"
+        problem = f"the unknown entry {key_prefix}{unknown_keys[0]}, so the export could be wrong"
         raise OvspecError(f"{headers.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
     try:
         config = {config_keys[key]: entry for key, entry in architecture_entries.items() if key in config_keys}
         config |= architecture.derive_entries(headers, config)
         rotated_width = architecture_entries.get("rope.dimension_count")
         if architecture.rotates_whole_heads and rotated_width not in (None, compute_head_width(config)):
-            raise ValueError(f"{rotated_width} values of a head are rotated")
+            raise ValueError(f"rotary embeddings of {rotated_width} values of a head")
         config |= {"vocab_size": headers.tensors["token_embd.weight"].shape[0]}
         token_count = len(headers.metadata.get("tokenizer.ggml.tokens", []))
         if token_count > config["vocab_size"]:
-            raise ValueError(f"{token_count} tokens, but weights for {config['vocab_size']}")
+            raise ValueError(f"{token_count} tokens, but embeddings for {config['vocab_size']}")
         config |= {"tie_word_embeddings": "output.weight" not in headers.tensors}
         config |= read_rope_scaling(headers, config)
         role_token_ids = {
             name: headers.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
-        problem = f"incomplete or not understood ({error})"
+        problem = f"incomplete or not supported ({error})"
         raise OvspecError(f"{headers.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
     known_entries = {name: entry for name, entry in config.items() if entry is not None}
     # All ids are written, as a family's default for a token would be another's.
@@ -226,14 +226,14 @@ def check_model_kind(headers: GgufHeaders) -> None:
     model_kind = str(headers.metadata.get("general.type") or "model")
     advice = PARTIAL_MODEL_KINDS.get("mmproj" if headers.architecture == "clip" else model_kind)
     if advice:
-        raise OvspecError(f"{headers.path}: holds {advice}.")
+        raise OvspecError(f"{headers.path}: contains {advice}.")
     is_embedding = (
         headers.get_architecture_entry("pooling_type") or headers.get_architecture_entry("attention.causal") is False
     )
     if is_embedding or re.search("bert|embedding|encoder", headers.architecture):
-        raise OvspecError(f"{headers.path}: holds an embedding model; only models that generate text can be exported.")
+        raise OvspecError(f"{headers.path}: contains an embedding model; only text generation models can be exported.")
     if headers.architecture not in GGUF_ARCHITECTURES:
-        problem = f"{headers.architecture!r}, and ovspec reads only {', '.join(GGUF_ARCHITECTURES)} from GGUF files"
+        problem = f"{headers.architecture!r}, but GGUF files can have only {', '.join(GGUF_ARCHITECTURES)}"
         raise OvspecError(f"{headers.path}: its architecture is {problem}; {CHECKPOINT_ADVICE}.")
 
 
@@ -271,7 +271,7 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
         }
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
-        raise ValueError(f"rotary embeddings are scaled by the method {scaling_method!r}")
+        raise ValueError(f"the unknown RoPE scaling {scaling_method!r}")
     if headers.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
@@ -298,7 +298,7 @@ def read_llama3_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_width, 2) / head_width)
     smoothing = np.clip((8192 / wavelengths - 1.0) / 3.0, 0, 1)
     if not np.allclose(stored_factors, 1 / ((1 - smoothing) / scaling["factor"] + smoothing), rtol=1e-3):
-        raise ValueError("rope_freqs.weight isn't that of Llama 3")
+        raise ValueError("rope_freqs.weight differs from Llama 3's")
     return scaling
 
 

@@ -30,7 +30,7 @@ MAX_ARRAY_ELEMENTS = 2**24  # of all arrays of the metadata
 MAX_ENTRIES, MAX_TENSORS = 2**16, 2**18
 READ_BYTES = 2**18  # about as many are made floats at a time
 FLOAT_TYPE, STRING_TYPE, ARRAY_TYPE = 6, 8, 9
-CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # if a file can't be read
+CHECKPOINT_ADVICE = "export the original checkpoint instead"  # if a file can't be read
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,21 @@ def read_gguf_headers(path: Path) -> GgufHeaders:
     metadata, tensors = read_shard_header(files[0])
     if len(files) != (shard_count := metadata.get("split.count") or 1):
         raise OvspecError(
-            f"{path}: is one of {shard_count} files of a model; give them the names they had, which end in "
-            f"-00001-of-{shard_count:05}.gguf and so on, and name one of them."
+            f"{path}: one of {shard_count} files of a model; restore their names, ending in "
+            f"-00001-of-{shard_count:05}.gguf and so on, and give one of them."
         )
     for file in files[1:]:
         if not file.is_file():
             raise OvspecError(f"{file}: is missing; download all {len(files)} files of the model.")
         shard_tensors = read_shard_header(file)[1]
         if repeated_name := next((name for name in shard_tensors if name in tensors), None):
-            raise OvspecError(f"{file}: has the tensor {repeated_name}, which another file of the model has, too.")
+            raise OvspecError(
+                f"{file}: its tensor {repeated_name} is also in another file of the model; download all files of the "
+                "model again."
+            )
         tensors |= shard_tensors
     if not tensors:
-        raise OvspecError(f"{path}: holds no weights; name the file with the whole model.")
+        raise OvspecError(f"{path}: contains no weights; give the file with the whole model.")
     if len(tensors) != (tensor_count := metadata.get("split.tensors.count") or len(tensors)):
         raise OvspecError(
             f"{path}: has {len(tensors)} of {tensor_count} tensors; download all files of the model again."
@@ -148,14 +151,14 @@ def read_shard_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
     """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf_headers``."""
     with file.open("rb") as stream:
         if stream.read(4) != MAGIC:
-            raise OvspecError(f"{file}: not a GGUF file; name a folder with a checkpoint, or a GGUF file.")
+            raise OvspecError(f"{file}: not a GGUF file; give a GGUF file or a checkpoint folder.")
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         with data:
             return GgufHeaderReader(data, file).read_metadata_and_tensors()
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
         problem = " ".join(str(error).split())[:150]
-        raise OvspecError(f"{file}: damaged or cut off ({problem}); download it again.") from None
+        raise OvspecError(f"{file}: damaged or truncated ({problem}); download it again.") from None
 
 
 class GgufHeaderReader:
@@ -170,7 +173,7 @@ class GgufHeaderReader:
     def read_metadata_and_tensors(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
         (version,) = self._read_struct("<I")
         if version not in FORMAT_VERSIONS:
-            raise ValueError(f"version {version} of the format is not known")
+            raise ValueError(f"unknown format version {version}")
         tensor_count, entry_count = self._read_struct("<QQ")
         if tensor_count > MAX_TENSORS or entry_count > MAX_ENTRIES:
             raise ValueError(f"has {tensor_count} tensors and {entry_count} entries of metadata")
@@ -183,7 +186,7 @@ class GgufHeaderReader:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
         if len({name for name, *_ in tensor_entries}) < len(tensor_entries):
-            raise ValueError("a tensor is there twice")
+            raise ValueError("a duplicate tensor")
         data_start = -(-self._position // alignment) * alignment
         tensors = {
             name: TensorInfo(self._file, data_start + offset, shape, ggml_type)
@@ -259,6 +262,6 @@ def check_tensor_types(tensors: dict[str, TensorInfo]) -> None:
             type_names = {kind.value: kind.name for kind in GGMLQuantizationType}
             type_name = type_names.get(info.ggml_type, str(info.ggml_type))
             raise OvspecError(
-                f"{info.file}: has weights of the type {type_name}, which can't be read; use a file of another one, "
-                "such as Q8_0."
+                f"{info.file}: weights of the type {type_name} are not supported; use a file of another type, such "
+                "as Q8_0."
             ) from None

@@ -77,9 +77,7 @@ def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer
         return None
     if metadata.model not in ("gpt2", "gemma4"):
         kind = quote_shortened(metadata.model)
-        raise OvspecError(
-            f"{name}: its tokenizer is of the kind {kind}, which can't be converted; {CHECKPOINT_ADVICE}."
-        )
+        raise OvspecError(f"{name}: its tokenizer of the type {kind} can't be converted; {CHECKPOINT_ADVICE}.")
     pre_name = "gemma4" if metadata.model == "gemma4" else metadata.pre
     if not pre_name:
         print_note(
@@ -252,7 +250,7 @@ def add_bos_and_eos(
     if missing_role := next(
         (role for role in template_order if role != "$A" and role not in vocabulary.role_ids), None
     ):
-        problem = f"it adds {missing_role.upper()} to every text but doesn't say which token that is"
+        problem = f"it adds {missing_role.upper()} to every text but has no id for it"
         raise damaged_tokenizer_error(name, problem)
     tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in template_order if role != "$A"}
     if unusable_text := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
@@ -274,6 +272,6 @@ def read_gguf_templates(entries: JsonObject, name: str) -> dict[str, str]:
     }
     for key, template in templates.items():
         if not isinstance(template, str) or not re.fullmatch(r"[\w-]+", key):  # the name becomes that of a file
-            problem = f"the chat template {quote_shortened(key)} is not a text, or has a name that can't be used"
+            problem = f"the chat template {quote_shortened(key)} is not text, or has an invalid name"
             raise damaged_tokenizer_error(name, problem)
     return templates

@@ -95,7 +95,7 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str)
     token_ids = {token: token_id for token_id, token in enumerate(tokens)}
     if len(token_ids) < len(tokens):
         repeated_token = next(token for token_id, token in enumerate(tokens) if token_ids[token] != token_id)
-        raise damaged_tokenizer_error(name, f"the token {quote_shortened(repeated_token)} is there twice")
+        raise damaged_tokenizer_error(name, f"the token {quote_shortened(repeated_token)} is a duplicate")
     longest_token = max(tokens, key=len)
     if len(longest_token) > MAX_TOKEN_CHARACTERS:
         raise damaged_tokenizer_error(
@@ -139,11 +139,11 @@ def read_role_id(role: str, entries: JsonObject, token_count: int, name: str) ->
         return token_id
     if type(token_id) is int and role not in ("bos", "eos"):
         return None  # such as 2**32 - 1 for padding, in real files
-    raise damaged_tokenizer_error(name, f"{key} is {str(token_id)[:50]}, and there are {token_count} tokens")
+    raise damaged_tokenizer_error(name, f"{key} is {str(token_id)[:50]}, but there are {token_count} tokens")
 
 
 def damaged_tokenizer_error(name: str, problem: str) -> OvspecError:
-    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again or take another.")
+    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again or use another.")
 
 
 def quote_shortened(text: str) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Tensors that became config.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 FLOAT_DTYPES = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}
-KEEP_ADVICE = "name a weight format with `weight_format`"
+KEEP_ADVICE = "set `weight_format`"
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class GgufWeights:
         values = info.read_values()
         if not np.isfinite(values).all():
             raise OvspecError(
-                f"{self._headers.path}: a weight of its tensor {self._placements[name].file_name} is infinite or not a "
-                "number; download it again."
+                f"{self._headers.path}: its tensor {self._placements[name].file_name} has NaN or infinite weights; "
+                "download it again."
             )
         return values
 
@@ -164,7 +164,9 @@ class GgufWeights:
         if row_order is not None and np.array_equal(row_order, np.arange(row_count)):
             row_order = None
         elif row_order is not None and not np.array_equal(np.sort(row_order), np.arange(row_count)):
-            raise OvspecError(f"{self._headers.path}: the rows of its tensor {name} can't be kept; {KEEP_ADVICE}.")
+            raise OvspecError(
+                f"{self._headers.path}: the quantised rows of its tensor {name} can't be kept; {KEEP_ADVICE}."
+            )
         self._check_shape(name, info, hf_name, is_transposed)
         self._placements[hf_name] = Placement(name, row_order, is_transposed)
 
@@ -175,14 +177,13 @@ class GgufWeights:
 
     def _make_place_error(self, name: str) -> OvspecError:
         return OvspecError(
-            f"{self._headers.path}: its tensor {name} has no place in a model of the family "
-            f"{self._headers.architecture}."
+            f"{self._headers.path}: its tensor {name} is unknown in the family {self._headers.architecture}."
         )
 
     def _make_shape_error(self, name: str, model_shape: tuple[int, ...]) -> OvspecError:
         return OvspecError(
-            f"{self._headers.path}: its tensor {name} has the shape {list(self._headers.tensors[name].shape)}, and the "
-            f"model's has {list(model_shape)}; download it again."
+            f"{self._headers.path}: its tensor {name} has the shape {list(self._headers.tensors[name].shape)}, but "
+            f"the model needs {list(model_shape)}; download it again."
         )
 
     def _process(self, name: str, values: np.ndarray) -> tuple[str | None, np.ndarray]:

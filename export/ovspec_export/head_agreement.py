@@ -55,8 +55,8 @@ def check_head_ir(head: HeadModule, model: ov.Model, target_states: np.ndarray |
         difference = float(np.nan_to_num(root_mean_square / (expected_output.std() + 1e-30), nan=np.inf))
         if difference > OUTPUT_TOLERANCE:
             raise OvspecError(
-                f"the IR of the head computes other {name} than the checkpoint: they differ by {difference:.2g} of "
-                f"their spread; {REPORT_ADVICE}"
+                f"the head's {name} in the IR differ from the checkpoint's by {difference:.2g} standard deviations; "
+                f"{REPORT_ADVICE}"
             )
 
 

@@ -137,11 +137,11 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
     try:
         layout = build_head_layout(flat_config, tensor_shapes, isinstance(config.get(LAYER_CONFIG_ENTRY), dict))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise OvspecError(f"{name}: its config.json lacks an entry, or has a wrong one ({error}).") from None
+        raise OvspecError(f"{name}: its config.json has a missing or wrong entry ({error}).") from None
     expected_shapes = layout.tensor_shapes()
     for tensor_name in sorted({*expected_shapes, *tensor_shapes}):
         if tensor_name not in expected_shapes:
-            raise OvspecError(f"{name}: the head has a tensor that ovspec doesn't know ({tensor_name}).")
+            raise OvspecError(f"{name}: the head has the unknown tensor {tensor_name}.")
         if tensor_name not in tensor_shapes:
             raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}.")
         if expected_shapes[tensor_name] != tensor_shapes[tensor_name]:
@@ -149,7 +149,8 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
                 " x ".join(map(str, named_shapes[tensor_name])) for named_shapes in (tensor_shapes, expected_shapes)
             )
             raise OvspecError(
-                f"{name}: its tensor {tensor_name} is {shape}, but by its config.json it is {expected_shape}."
+                f"{name}: its tensor {tensor_name} has the shape {shape}, but {expected_shape} according to its "
+                "config.json."
             )
     return layout
 
@@ -229,16 +230,15 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
         raise OvspecError(
-            f"{name}: the head's layer is one of the family {family}; ovspec exports heads with layers of "
-            f"{' or '.join(HEAD_FAMILIES)}."
+            f"{name}: the head's layer is of the family {family}; only {' and '.join(HEAD_FAMILIES)} are supported."
         )
     has_further_layers = any(re.match(r"layers\.[1-9]", tensor) for tensor in tensor_names)
     if has_further_layers or config.get("num_hidden_layers", 1) != 1:
-        raise OvspecError(f"{name}: the head has more than one layer; ovspec exports heads of one.")
+        raise OvspecError(f"{name}: the head has several layers; only a single layer is supported.")
     if config.get("use_sliding_window") or {*(config.get("layer_types") or ())} - {"full_attention"}:
-        raise OvspecError(f"{name}: the head's attention has a sliding window; ovspec exports heads without one.")
+        raise OvspecError(f"{name}: the head's attention has a sliding window, but only full attention is supported.")
     if config.get("norm_before_fc") and config.get("fc_norm"):
-        raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
+        raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave either out.")
     rope_configs = [
         rope_config
         for rope_config in (config.get("rope_parameters"), config.get("rope_scaling"))
@@ -253,8 +253,8 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
         unsupported_ropes.append("partial")
     if unsupported_ropes:
         raise OvspecError(
-            f"{name}: the head's rotary embedding is {unsupported_ropes[0]}; ovspec exports heads where it is whole "
-            f"and one of {', '.join(SUPPORTED_ROPES)}."
+            f"{name}: the head's rotary embedding is {unsupported_ropes[0]}; only full rotary embeddings of the "
+            f"types {', '.join(SUPPORTED_ROPES)} are supported."
         )
 
 

@@ -106,7 +106,7 @@ def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[s
         and (FIRST_SHARD.search(path[:-5]) or not LATER_SHARD.search(path[:-5]))
     }
     if not first_files:
-        raise OvspecError(f"{name}: its repository holds no GGUF file; leave the colon out for its checkpoint.")
+        raise OvspecError(f"{name}: its repository has no GGUF file; leave the colon out to export the checkpoint.")
     wanted_quantization = (hub.quantization or "").lower()
     first_file = next(
         (path for quantization, path in first_files.items() if quantization.lower() == wanted_quantization), None
@@ -114,7 +114,7 @@ def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[s
     if first_file is None:
         example = HubName(hub.repository, hub.revision, next(iter(first_files)))
         raise OvspecError(
-            f"{name}: its repository holds the GGUF files {', '.join(first_files)}; name one, as {example}."
+            f"{name}: its repository has the GGUF files {', '.join(first_files)}; choose one, as in {example}."
         )
     shard_pattern = FIRST_SHARD.sub("-*-of-*", first_file[:-5]) + ".gguf"
     return sorted(path for path in repository.sizes if fnmatch.fnmatchcase(path, shard_pattern))
@@ -133,13 +133,13 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub import constants, get_token
     from huggingface_hub import errors as hub
 
-    log_in = "log in with 'hf auth login'" if get_token() is None else "check that your token may read it"
+    log_in = "log in with 'hf auth login'" if get_token() is None else "check your token's access"
     try:
         yield
     except hub.GatedRepoError:
         raise OvspecError(f"{name}: the model is gated; accept the terms on its page and {log_in}.") from None
     except hub.RevisionNotFoundError:
-        raise OvspecError(f"{name}: the model has no revision {revision}; name a commit, a tag or a branch.") from None
+        raise OvspecError(f"{name}: the model has no revision {revision}; give a commit, a tag or a branch.") from None
     except hub.RepositoryNotFoundError:
         raise OvspecError(
             f"{name}: no such folder, and no such model on the Hugging Face hub; check the spelling, or {log_in} if it "
@@ -154,12 +154,12 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
             raise
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
-            raise OvspecError(f"{name}: the hub refuses to hand it out (status {status}); {log_in}.") from None
-        advice = "check the network, and the same command goes on with the files that were fetched"
+            raise OvspecError(f"{name}: the hub denies access (status {status}); {log_in}.") from None
+        advice = "check the network, and run the same command to resume the download"
         if constants.HF_HUB_OFFLINE:
-            advice = "unset HF_HUB_OFFLINE to fetch it"
+            advice = "unset HF_HUB_OFFLINE to download it"
         raise OvspecError(
-            f"{name}: no such folder, and not whole in the hub's cache; the hub cannot be reached: {advice}."
+            f"{name}: no such folder, not complete in the hub's cache, and the hub cannot be reached; {advice}."
         ) from None
 
 

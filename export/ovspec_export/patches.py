@@ -133,7 +133,7 @@ def refuse_missing_tensors() -> None:
             )
         unread_names = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
         if unread_names:
-            raise OvspecError(f"the checkpoint is quantised in a way that isn't understood ({unread_names[0]})")
+            raise OvspecError(f"the checkpoint's quantisation is not supported ({unread_names[0]})")
         return (model, loading_info) if output_loading_info else model
 
     PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]

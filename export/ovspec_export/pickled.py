@@ -23,10 +23,10 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
     try:
         tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
     except Exception as error:  # damaged bytes of a pickle may raise anything
-        reason = "not a file of torch.save, or cut off"
+        reason = "not written by torch.save, or truncated"
         if global_match := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            reason = f"it holds {global_match[1]}"
+            reason = f"it contains {global_match[1]}"
         raise OvspecError(f"{file}: cannot be read ({reason}); save its tensors as model.safetensors.") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise OvspecError(f"{file}: it holds more than tensors by name; save these as model.safetensors.")
+        raise OvspecError(f"{file}: contains more than named tensors; save the tensors as model.safetensors.")
     return tensors

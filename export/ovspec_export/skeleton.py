@@ -125,7 +125,7 @@ def read_rounded_values(kept: KeptWeights, product_only: frozenset[str], name: s
     rounded_values = kept.read_kept_values(name, name in product_only)
     difference = rounded_values.reshape(-1, sample.shape[1])[::step] - sample
     if np.sqrt(np.mean(np.square(difference))) > MAX_DIFFERENCE * np.sqrt(np.mean(np.square(sample))):
-        raise OvspecError(f"the IR has other weights than the source in {name}")
+        raise OvspecError(f"the IR's weights differ from the source's in {name}")
     return rounded_values
 
 
@@ -194,8 +194,7 @@ class GraphFiller:
         constants = self._find_constants(marks)
         if missing_names := sorted(marks.keys() - constants.keys()):
             raise OvspecError(
-                f"its weights can't be kept, as {missing_names[0]} isn't a matrix of its own in the IR; "
-                "name a weight format with `weight_format`"
+                f"its weights can't be kept: {missing_names[0]} is not a separate matrix in the IR; set `weight_format`"
             )
         for name, nodes in constants.items():
             weights = self.kept.read_matrix(name, name in self.product_only)
@@ -242,7 +241,7 @@ class GraphFiller:
         is_plain = not isinstance(weights, PackedWeights) or (weights.column_order is None and weights.offsets is None)
         is_stack = len(weights_node.get_output_shape(0)) > 2
         if (not is_plain and not takes_rows) or (is_stack and (is_transposed or not takes_rows)):
-            raise OvspecError(f"its weights can't be kept, as {name} is used by {consumer.get_type_name()}")
+            raise OvspecError(f"its weights can't be kept: {name} is used by {consumer.get_type_name()}")
         if is_plain and not (takes_rows and is_transposed):
             # Without a new product: the values of experts don't have their true width before all are replaced.
             if is_transposed:

@@ -154,8 +154,8 @@ class Source:
         outer_family = self.config.get("model_type")
         if self.has_non_text_parts and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer_family), ()):
             raise OvspecError(
-                f"{self.name}: holds a text model among others, but ovspec cannot take it out of the family "
-                f"{outer_family}; that works with {', '.join(TEXT_MODEL_CLASSES)}."
+                f"{self.name}: its text model can't be extracted from the family {outer_family}, only from "
+                f"{', '.join(TEXT_MODEL_CLASSES)}."
             )
         return find_family(self.model_type, self.name)
 
@@ -260,7 +260,7 @@ class HeadSource(Source):
         for file in self.pickled_files():
             for stored_name, tensor in read_pickled_tensors(file).items():
                 if map_to_eagle_head_name(stored_name) == name and tensor.is_floating_point():
-                    raise OvspecError(f"{file}: its {name} holds no integers ({tensor.dtype}).")
+                    raise OvspecError(f"{file}: its tensor {name} must be of integers, not {tensor.dtype}.")
                 if map_to_eagle_head_name(stored_name) == name:
                     return tensor.numpy()
         for file in self.path.glob("model*.safetensors"):
@@ -325,8 +325,8 @@ def check_can_be_unpacked(source: Source) -> None:
     """Raise OvspecError if a source has quantised weights that are only exported as they are."""
     if source.is_quantised and not isinstance(source, GgufSource):
         raise OvspecError(
-            f"{source.name}: its weights are quantised, and are only exported as they are; export it without options "
-            "for its weights, or name the checkpoint that isn't quantised."
+            f"{source.name}: its weights are already quantised; leave out the weight options, or export the "
+            "unquantised checkpoint."
         )
 
 
@@ -361,11 +361,13 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
         read_safetensors_header(file)
     if not any((folder / tokenizer_file).is_file() for tokenizer_file in TOKENIZER_FILES) and not trust_remote_code:
         raise OvspecError(
-            f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add one of them."
+            f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add a tokenizer file."
         )
     shards = set(read_dataclass(WeightIndex, folder / WEIGHT_FILES[1]).weight_map.values())
     if pickled_shard := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
-        raise OvspecError(f"{name}: {WEIGHT_FILES[1]} names {pickled_shard}, which is not a safetensors file.")
+        raise OvspecError(
+            f"{name}: {WEIGHT_FILES[1]} lists {pickled_shard}, not a safetensors file; download the model again."
+        )
     check_shards(folder, WEIGHT_FILES[1], name)
     check_trusted_code(source, name, trust_remote_code)
 
@@ -401,7 +403,9 @@ def check_source_config(source: Source, name: str) -> None:
     if source.is_ir:
         return
     if (source.path / ADAPTER_FILE).is_file():
-        raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
+        raise OvspecError(
+            f"{name}: an adapter; merge it into its model (merge_and_unload), and export the merged model."
+        )
     check_quantisation(source.config, name, can_keep=not isinstance(source, HeadSource))
     if isinstance(source, HeadSource) and not isinstance(source, MtpSource):
         check_head_supported(flatten_head_config(source.config), {}, name)
@@ -416,13 +420,13 @@ def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> No
         code_classes = str(read_json(source.path / config_file).get("auto_map", ""))
         if code_classes and not trust_remote_code:
             raise OvspecError(
-                f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and run "
-                "'ovspec export --trust-remote-code' if you trust it."
+                f"{name}: the model contains Python code; read it (revision {source.revision}), and run 'ovspec "
+                "export --trust-remote-code' if you trust it."
             )
         if "--" in code_classes:
             raise OvspecError(
-                f"{name}: {config_file} takes its code from another repository, which could change at any time; copy "
-                "the code into the model's folder, and name that."
+                f"{name}: {config_file} loads code from another repository, where it could change at any time; copy "
+                "the code into the model's folder, and export the folder."
             )
 
 
@@ -446,7 +450,7 @@ def read_safetensors_header(file: Path) -> JsonObject:
         raise OvspecError(f"{file}: not a safetensors file; download the model again.") from None
     if file_bytes < 8 + header_length + data_end:
         raise OvspecError(
-            f"{file}: cut off ({file_bytes} of {8 + header_length + data_end} bytes); download the model again."
+            f"{file}: truncated ({file_bytes} of {8 + header_length + data_end} bytes); download the model again."
         )
     return header
 

@@ -115,7 +115,7 @@ def map_text_tensors(source: Source) -> dict[str, str]:
         elif not NON_TEXT_TENSORS.match(name):
             raise OvspecError(f"{source.name}: cannot tell whether its tensor {name} belongs to the text model.")
     if len(set(new_names.values())) < len(new_names) or not new_names:
-        raise OvspecError(f"{source.name}: its tensors cannot be told apart as those of a text model.")
+        raise OvspecError(f"{source.name}: the text model's tensors can't be identified.")
     return new_names
 
 
@@ -145,6 +145,6 @@ def copy_bytes(original: BinaryIO, copy: BinaryIO, byte_count: int) -> None:
     while byte_count:
         chunk = original.read(min(byte_count, CHUNK_BYTES))
         if not chunk:
-            raise OvspecError(f"{original.name}: became shorter while it was read; download the model again.")
+            raise OvspecError(f"{original.name}: truncated while it was read; download the model again.")
         copy.write(chunk)
         byte_count -= len(chunk)

@@ -92,19 +92,19 @@ def find_batch_files(source: str | None, output: str, overwrite: bool) -> tuple[
     output_filesystem, output_info = find_file_info(output)
     partial_folder = append_ending(find_partial_results_path(output), ".partial")
     if output_info.type is not fs.FileType.NotFound and not overwrite and not partial_folder.is_dir():
-        raise OvspecError(f"{output} already exists; name another `output`, or set `overwrite=True`.")
+        raise OvspecError(f"{output} already exists; choose another `output`, or set `overwrite=True`.")
     if source is None:
         return fs.LocalFileSystem(), [BatchFile("", output)]
     filesystem, source_info = find_file_info(source)
     files = list[BatchFile]()
     if source_info.type is fs.FileType.Directory:
         if output_filesystem == filesystem and f"{output_info.path}/".startswith(f"{source_info.path}/"):
-            raise OvspecError(f"{output} is in the folder of the requests; name another `output`.")
+            raise OvspecError(f"{output} is inside the input folder; choose another `output`.")
         files = list_batch_files(filesystem, source_info.path, output, partial_folder)
     elif source_info.is_file and source_info.path.endswith(REQUEST_FILE_ENDINGS):
         files = [BatchFile(source_info.path, output)]
     if not files:
-        raise OvspecError(f"{source}: there is no file whose name ends in {', '.join(REQUEST_FILE_ENDINGS)}.")
+        raise OvspecError(f"{source}: contains no request files ({', '.join(REQUEST_FILE_ENDINGS)}).")
     return filesystem, files
 
 

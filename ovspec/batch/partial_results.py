@@ -31,7 +31,9 @@ class PartialResults:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise OvspecError(f"{output}: another batch is writing it; wait for it, or name another output.") from None
+            raise OvspecError(
+                f"{output}: another batch is writing to it; wait for it, or choose another output."
+            ) from None
         self._lines = dict[str, JsonObject]()
         self._stream = self.file.open("a", encoding="utf-8", newline="\n")
         *lines, cut_off_line = self.file.read_text(encoding="utf-8", errors="replace").split("\n")

@@ -178,7 +178,7 @@ def openai_request_kind(entry: JsonObject) -> RequestKind:
     """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url, method or field."""
     for field in entry.keys() - ENVELOPE_FIELDS:
         raise OvspecError(
-            f"{field} must be inside of body; {make_did_you_mean(field, ENVELOPE_FIELDS) or 'move it there.'}"
+            f"{field} must be inside body; {make_did_you_mean(field, ENVELOPE_FIELDS) or 'move it there.'}"
         )
     url = str(entry.get("url", "")).rstrip("/")
     if url not in KIND_OF_URL:

@@ -108,7 +108,9 @@ def batch(
     file = arguments[-1]
     model = arguments[0] if len(arguments) == 2 else None
     check_chat_options(chat, system, options["heal"])
-    raise_usage_error_if(output == "-", "--output can't be stdout, because a batch resumes from its output; give a file.")
+    raise_usage_error_if(
+        output == "-", "--output can't be stdout, because a batch resumes from its output; give a file."
+    )
     raise_usage_error_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
     raise_usage_error_if(mixed and not ray, "--mixed needs --ray.")
     is_ray_client = ray and ray.startswith("ray://")

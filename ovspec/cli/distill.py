@@ -76,9 +76,9 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
     was exported without a draft, the result becomes its draft.
 
     Generation and training alternate, so a first head is ready after some minutes. The progress line shows the
-    number of accepted tokens per round. Ctrl-C ends training with the result so far. The same command continues after
-    Ctrl-C or a crash. At the end, plain decoding, the old draft and the new draft are timed in turns on held-out texts.
-    Without a speed-up, the exit code is 3.
+    number of accepted tokens per round. Ctrl-C ends training with the result so far; the same command continues later,
+    also after a crash. At the end, plain decoding, the old draft and the new draft are timed in turns on held-out
+    texts. Without a speed-up, the exit code is 3.
 
     \b
     Examples:

@@ -103,7 +103,7 @@ def export(
     """Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.
 
     TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
-    (--list). A known pair includes its draft; --draft head takes its EAGLE-3 head instead, and --draft none no draft.
+    (--list). A known pair includes its draft; --draft head exports its EAGLE-3 head instead, --draft none no draft.
     Target and draft must share a vocabulary; an EAGLE-3 head must also match the target's width and layers.
 
     Quantised GGUF files, and checkpoints quantised with GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes, keep
@@ -132,7 +132,9 @@ def export(
         name for name in click_context.params if click_context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     if list_families:
-        raise_usage_error_if(passed_names - {"list_families"}, "--list-families can't be combined with other arguments; leave them out.")
+        raise_usage_error_if(
+            passed_names - {"list_families"}, "--list-families can't be combined with other arguments; leave them out."
+        )
         click.echo("\n".join(import_export_package().describe_families()))
         return
     if prepare:
@@ -149,7 +151,9 @@ def export(
     if model in known_pairs and not Path(model).exists():
         known_pair = known_pairs[model]
         if draft == HEAD_DRAFT:
-            raise_usage_error_if(not known_pair.eagle3, f"No public head is known for {model}; give a head or draft model with --draft.")
+            raise_usage_error_if(
+                not known_pair.eagle3, f"No public head is known for {model}; give a head or draft model with --draft."
+            )
             draft = known_pair.eagle3
         elif draft_layers is None:
             draft = draft or known_pair.draft

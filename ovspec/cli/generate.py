@@ -106,7 +106,9 @@ def generate(
         system is not None and continues_session, "--system can't change a saved chat; choose another --session."
     )
     raise_usage_error_if(prefill is not None and not chat, "--prefill needs --chat.")
-    raise_usage_error_if(chat and token_ids is not None, "--chat can't be combined with --token-ids; give the message as text.")
+    raise_usage_error_if(
+        chat and token_ids is not None, "--chat can't be combined with --token-ids; give the message as text."
+    )
     load_options, params = split_load_and_generate_options(options)
     raise_usage_error_if("chat_template" in load_options and not chat, "--chat-template needs --chat.")
     raise_usage_error_if(params.logprobs is not None and not as_json, "--logprobs needs --json.")

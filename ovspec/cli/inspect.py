@@ -44,7 +44,9 @@ def inspect(
     folder = resolve_model_folder(folder)
     load_params = make_load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
-        raise OvspecError(f"{folder}: no manifest in it, so --verify can't check it; export the model with 'ovspec export'.")
+        raise OvspecError(
+            f"{folder}: no manifest in it, so --verify can't check it; export the model with 'ovspec export'."
+        )
     if report and not report.absolute().parent.is_dir():  # checked before minutes of work
         raise OvspecError(f"{report.parent}: no such folder for --report; create it first.")
     device_options = make_device_options(load_params)

@@ -153,11 +153,11 @@ draft_option = click.option(
     flag_value=EXPORTED_DRAFT,
     metavar="[DRAFT]",
     help="Speculative decoding. Without a value: the draft in MODEL, or a known draft for it. DRAFT is a draft model "
-    "or head (a folder, GGUF file or hub id, like MODEL); head (an EAGLE-3 head); mtp (the model's own MTP "
-    "layer); self (a draft made with --draft-layers); lookup (prompt lookup: the continuation of the same last "
-    "tokens earlier in the text); lookup,draft or lookup,DRAFT (the model proposes if lookup finds nothing "
-    "good); or none.  [default: lookup if its proposals cost nothing, as measured at the first load (exact "
-    "arithmetic, paged engine); otherwise none]",
+    "or head (a folder, GGUF file or hub id, like MODEL); head (MODEL's EAGLE-3 head); mtp (MODEL's MTP layer); "
+    "self (MODEL's draft from --draft-layers); lookup (prompt lookup: the continuation of the same last tokens "
+    "earlier in the text); lookup,draft or lookup,DRAFT (the model proposes if lookup finds nothing good); or "
+    "none.  [default: lookup if its proposals cost nothing, as measured at the first load (exact arithmetic, "
+    "paged engine); otherwise none]",
 )
 session_option = click.option(
     "--session",
@@ -265,9 +265,7 @@ def split_load_and_generate_options(values: Mapping[str, OptionValue]) -> tuple[
     raise_usage_error_if(greedy_rejection, "--accept rejection needs a --temperature above 0.")
     may_propose = params.grammar_option or draft or (draft is None and passed_options.get("arithmetic") != "fast")
     useless_lookahead = params.lookahead is not None and not may_propose
-    raise_usage_error_if(
-        useless_lookahead, "--lookahead needs a source of proposals; add --draft or a grammar."
-    )
+    raise_usage_error_if(useless_lookahead, "--lookahead needs a source of proposals; add --draft or a grammar.")
     return load_options, params
 
 

@@ -24,11 +24,11 @@ def serve(model: str | None, **all_options: OptionValue) -> None:
     request's text is the same as from 'ovspec generate', regardless of other requests. Sampling defaults come from the
     model's generation config; --temperature overrides the temperature.
 
-    The server starts listening before MODEL is exported. Until then it answers with status 503, and /ready reports
-    the progress.
+    While MODEL is being exported, the server already listens: it answers with status 503, and /ready reports the
+    progress.
 
-    Without an API key, only clients on this machine are served. Put keys into a file for --api-key-file, one per line,
-    or a single key into OVSPEC_API_KEY. After SIGTERM or Ctrl-C, running requests finish; a second signal ends them.
+    Without an API key, only clients on this machine are served. --api-key-file names a file with keys, one per line;
+    OVSPEC_API_KEY holds a single key. After SIGTERM or Ctrl-C, running requests finish; a second signal ends them.
 
     \b
     Examples:

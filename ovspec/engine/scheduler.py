@@ -192,7 +192,7 @@ class Scheduler:
         if constraint_seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
             running_row.slow_seconds += constraint_seconds
             if running_row.slow_seconds > self._limits.max_constraint_seconds and not error:
-                error = OvspecError("The grammar takes too long to follow; simplify it.")
+                error = OvspecError("The grammar takes too long to evaluate; simplify it.")
         if not error:
             try:
                 return running_row.row.add_outcome(outcome)

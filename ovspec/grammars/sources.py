@@ -90,14 +90,14 @@ def convert_regex(pattern: str, label: str = "The regular expression") -> str:
     check_text(pattern, label)
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern.removeprefix("^"))
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
-        raise OvspecError(f"{label} ends with a backslash; write \\\\ to match one.")
+        raise OvspecError(f"{label} ends with a backslash; write \\\\ to match a backslash.")
     return write_grammar_json("regex", lark_grammar=f"start: /{escape_slashes(pattern)}/")
 
 
 def convert_choices(choices: Sequence[str], label: str = "choice") -> str:
     """Return the grammar that matches any one of ``choices`` and nothing else."""
     if isinstance(choices, str) or not choices:
-        raise OvspecError(f"{label} must be a list of texts with at least one entry.")
+        raise OvspecError(f"{label} must be a non-empty list of strings.")
     for i, choice in enumerate(choices):
         check_text(choice, f"Choice {i + 1}")
     choice_expressions = "|".join("".join(map(escape_choice_character, choice)) for choice in dict.fromkeys(choices))
@@ -116,7 +116,7 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
         reason = "a grammar can't import files; put all rules into it."
         raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
-        raise OvspecError(f"{label}: rules with ::= are GBNF; give it as gbnf.")
+        raise OvspecError(f"{label}: rules with ::= are GBNF; pass the grammar as gbnf.")
     grammar_parts: list[str] = []
     schema_grammars: list[dict[str, str]] = []
     next_index = 0
@@ -165,7 +165,7 @@ def convert_inline_schema(text: str, schema_start: int, label: str) -> tuple[str
             raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
         return compiled_schema.lark, schema_end
     except (ValueError, RecursionError):
-        reason = "this should be a JSON schema, but isn't JSON."
+        reason = "the JSON schema isn't valid JSON."
     except OvspecError as error:
         reason = f"the JSON schema, at {error}"
     raise OvspecError(f"{label}, {line_and_column(text, schema_start)}: {reason}")
@@ -176,7 +176,7 @@ def parse_json(text: str, label: str) -> JsonValue:
         parsed_object: JsonObject = {}
         for key, value in members:
             if key in parsed_object:
-                raise OvspecError(f'{label} has the key "{key}" twice in one object.')
+                raise OvspecError(f'{label} has a duplicate key "{key}".')
             parsed_object[key] = value
         return parsed_object
 
@@ -211,12 +211,12 @@ def check_nesting(text: str, label: str, start: int = 0) -> None:
 def check_text(text: str, label: str) -> None:
     """Refuse a value that isn't text, or can't be encoded."""
     if not isinstance(text, str):
-        raise OvspecError(f"{label} should be text, not {type(text).__name__}.")
+        raise OvspecError(f"{label} must be a string, not {type(text).__name__}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         location = line_and_column(text, error.start)
-        raise OvspecError(f"{label} contains half a character (a surrogate) at {location}.") from None
+        raise OvspecError(f"{label} contains an unpaired surrogate at {location}; remove it.") from None
 
 
 def line_and_column(text: str, index: int) -> str:

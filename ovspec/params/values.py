@@ -195,7 +195,7 @@ def parse_key_value(text: str) -> dict[str, str]:
 
 def parse_folder(text: str) -> Path:
     if Path(text).is_file():
-        raise ValueError(f"{text!r} is a file; name a folder.")
+        raise ValueError(f"{text!r} is a file; give a folder.")
     return Path(text)
 
 
@@ -216,7 +216,7 @@ def parse_json_object(text: str) -> JsonObject:
     except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"{text!r} is neither a file nor a JSON object, as '{{\"enable_thinking\": false}}' is.")
+        raise ValueError(f"{text!r} is neither a file nor a JSON object, such as '{{\"enable_thinking\": false}}'.")
     return content
 
 

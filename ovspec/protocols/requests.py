@@ -41,7 +41,7 @@ class Overrides:
         if self.values.setdefault(option, value) != value:
             other_name = self.client_names.get(option, option)
             raise RequestError(
-                f"`{other_name}` and `{client_name}` ask for different things; leave one of them out.", client_name
+                f"`{other_name}` and `{client_name}` contradict each other; leave either out.", client_name
             )
         self.client_names.setdefault(option, client_name)
 
@@ -49,7 +49,7 @@ class Overrides:
         """Set the schema in a field, which can't be combined with a grammar."""
         for grammar in GRAMMAR_OPTIONS:
             if grammar in self.values and self.client_names.get(grammar, grammar) == grammar:
-                message = f"`{client_name}` and `{grammar}` can't be combined; leave one of them out."
+                message = f"`{client_name}` and `{grammar}` can't be combined; leave either out."
                 raise RequestError(message, client_name)
         self.set_option("json_schema", schema, client_name)
 
@@ -157,7 +157,7 @@ def read_overrides(body: RequestBody) -> Overrides:
         if overrides.values.setdefault(option, value) != value:
             other_name = overrides.client_names[option]
             message = (
-                f"`{other_name}` and `{field_name}` are names of the same option, but their values differ; give one."
+                f"`{other_name}` and `{field_name}` name the same option, but their values differ; leave either out."
             )
             raise RequestError(message, other_name)
         overrides.client_names.setdefault(option, field_name)

@@ -116,7 +116,9 @@ class AccessMiddleware:
         """Return the error for a request that is refused; record the number of its key."""
         headers = Headers(scope=scope)
         if self._local_only and not is_loopback(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
-            refusal = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
+            refusal = (
+                "This server accepts only localhost and 127.0.0.1 as its host; set an API key to serve other hosts."
+            )
             return ApiError(403, refusal)
         scheme, _, bearer_key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

@@ -76,7 +76,10 @@ class Admission:
         if model_name not in self._model_names:
             quoted_names = " and ".join(self._model_names)
             raise ApiError(
-                404, f"There is no model {model_name!r:.80} here, only {quoted_names}.", "model", "model_not_found"
+                404,
+                f"There is no model {model_name!r:.80}; this server has {quoted_names}.",
+                "model",
+                "model_not_found",
             )
 
     def end_all_requests(self) -> None:

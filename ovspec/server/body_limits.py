@@ -51,7 +51,7 @@ class BoundedRequest(Request):
         if self.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
         too_large_error = ApiError(
-            413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB.", close_connection=True
+            413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send less.", close_connection=True
         )
         if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:
             raise too_large_error

@@ -303,9 +303,7 @@ class RequestDeadlines:
         if now > self._end_deadline:
             raise make_timeout_error(self._options.request_timeout)
         if not has_started and now > self._start_deadline:
-            waited_sentence = (
-                f"The request has waited for {self._options.queue_timeout:g} seconds, and its turn has not come"
-            )
+            waited_sentence = f"The request timed out after {self._options.queue_timeout:g} seconds in the queue"
             raise ApiError(503, f"{waited_sentence}; try again later.", code="timeout", retry_after=5)
         deadline = self._end_deadline if has_started else self._start_deadline
         return deadline - now + 0.01

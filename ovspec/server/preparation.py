@@ -148,7 +148,7 @@ def check_stop_strings(request: TextRequest, params: Params) -> None:
         limit_clause = f"at most {MAX_STOPS} with {MAX_STOP_CHARACTERS:,} are allowed"
         field = request.overrides.client_names.get("stop", "stop")
         raise ApiError(
-            400, f"{field} has {stop_count} strings with {character_count} characters in all; {limit_clause}.", field
+            400, f"{field} has {stop_count} strings with {character_count} characters in total; {limit_clause}.", field
         )
 
 
@@ -199,7 +199,7 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
         requested_drafters = frozenset(request.draft.split(","))
     if not requested_drafters <= {*loaded_drafters}:
         drafters_text = " and ".join(loaded_drafters) or "no drafters"
-        message = f'draft is {request.draft!r:.80}; this server has {drafters_text}, and "none" proposes nothing.'
+        message = f'draft is {request.draft!r:.80}; this server has {drafters_text}; use "none" for plain decoding.'
         raise ApiError(400, message, "draft")
     return DraftLimits(requested_drafters, params.lookahead_limit)
 
@@ -212,7 +212,9 @@ def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextReque
     """
     for row in rows:
         if row.prompt_length >= memory_tokens:
-            sizes_sentence = f"The prompt has {row.prompt_length} tokens, but this server has room for {memory_tokens}"
+            sizes_sentence = (
+                f"The prompt has {row.prompt_length} tokens, but this server's KV cache holds {memory_tokens}"
+            )
             message = f"{sizes_sentence}; shorten the prompt."
             raise make_prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
         row.limit_length(memory_tokens)

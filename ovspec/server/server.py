@@ -39,11 +39,11 @@ def read_api_keys(key_file: Path | None) -> list[str]:
     key_lines = read_text(key_file).splitlines() if key_file else [os.environ.get(KEY_VARIABLE, "")]
     keys = [key_line.strip() for key_line in key_lines if key_line.strip()]
     if key_file and not keys:
-        raise OvspecError(f"{key_file}: no key in it; write one a line.")
+        raise OvspecError(f"{key_file}: contains no key; write each key on its own line.")
     if not all(key.isascii() for key in keys):
         raise OvspecError(
-            f"{key_file or KEY_VARIABLE}: a key has characters other than ASCII, which clients can't send; "
-            "choose another."
+            f"{key_file or KEY_VARIABLE}: a key has non-ASCII characters, but clients can send only ASCII; choose "
+            "another."
         )
     return keys
 
@@ -52,12 +52,13 @@ def check_option_combinations(options: ServeParams, keys: list[str]) -> None:
     """Raise OvspecError for options that can't be combined, before a model is loaded."""
     if not is_loopback(options.host) and not keys and not options.insecure:
         raise OvspecError(
-            f"`host` is {options.host}, so others could use the server without a key; give an `api_key_file`, or "
-            "set `insecure` to serve everybody."
+            f"`host` is {options.host}, so anyone could use the server without a key; set `api_key_file`, or set "
+            "`insecure` to serve everybody."
         )
     if options.lookup_memory and len(keys) > 1:
         raise OvspecError(
-            "`lookup_memory` can't be combined with several keys: its speed would tell what others wrote."
+            "`lookup_memory` can't be combined with several keys, because latency could reveal others' prompts; "
+            "leave it out."
         )
 
 
@@ -70,7 +71,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, dualstack_ipv6=dualstack)
     except OSError as error:
         reason = str(error.strerror or error).partition(" (while")[0]  # Python adds the address
-        raise OvspecError(f"Can't listen on {host}:{port} ({reason}); choose another.") from None
+        raise OvspecError(f"Can't listen on {host}:{port} ({reason}); choose another address.") from None
 
 
 class DrainingServer(uvicorn.Server):
@@ -111,7 +112,9 @@ def serve(
     """Serve ``lm`` under its names on a listening socket until a signal ends it."""
     arithmetic_note = lm.target.arithmetic_note
     if options.deterministic and arithmetic_note != "exact":
-        raise OvspecError(f"`deterministic`: on this machine the arithmetic is {arithmetic_note}; leave it out.")
+        raise OvspecError(
+            f"`deterministic` needs exact arithmetic, but on this machine it is {arithmetic_note}; leave it out."
+        )
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     cache_bytes = None if options.cache_size is None else 1e9 * options.cache_size
     lm.runtime.preload_files()

@@ -64,7 +64,7 @@ def test_the_file_is_named_and_keeps_what_it_had(
 ) -> None:
     lm, file = load(), tmp_path / "file"
     file.write_text("before", encoding="utf-8")
-    told = rf"^{re.escape(str(tmp_path))}(/folder)?/file: can't be written \(File too large\); make room for it"
+    told = rf"^{re.escape(str(tmp_path))}(/folder)?/file: can't be written \(File too large\); free some space"
     with small_files(100), pytest.raises(WriteError, match=told) as found:
         write(lm, file)
     assert isinstance(found.value, OvspecError) and isinstance(found.value, OSError)

@@ -47,7 +47,7 @@ def test_a_wrong_session_file_is_refused_before_anything_is_compiled(
         session.append("def f(")
         session.save("other.session")
     Path("none.session").write_text("not a session", encoding="utf-8")
-    for file, message in (("other.session", "a session of another model"), ("none.session", "not a session file")):
+    for file, message in (("other.session", "saved with another model"), ("none.session", "not a session file")):
         found = run(command, pair / "draft", "--session", file, stdin="hi\n")
         assert (found.code, message in found.err) == (1, True), found.err
         assert not found.compiled

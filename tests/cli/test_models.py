@@ -105,5 +105,5 @@ def test_every_command_takes_a_name(run: Callable[..., Outcome], tmp_path: Path,
 def test_a_missing_draft_is_said_before_an_export(run: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     refused = run("chat", "model.gguf", "--draft")
-    assert "model: no draft is known for it; name one as --draft" in refused.err
+    assert "model: no draft is known for it; give a folder as --draft" in refused.err
     assert not model_store.list_entry_folders()

@@ -136,8 +136,8 @@ def test_wrong_usage(run: Run) -> None:
     assert (found.code, "none.json" in found.err) == (1, True)
     data["record"]["model"]["folder"] = "/gone"
     found = verified(run, data)
-    assert (found.code, "name the model's folder with --model" in found.err) == (2, True)
+    assert (found.code, "give the model's folder with --model" in found.err) == (2, True)
     assert verified(run, data, "--model", str(FOLDER)).code == 0
     data["record"]["options"]["accept"] = "rejection"
     found = verified(run, data, "--model", str(FOLDER))
-    assert (found.code, "can't be checked" in found.err) == (1, True)
+    assert (found.code, "can't be verified" in found.err) == (1, True)

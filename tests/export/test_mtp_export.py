@@ -152,12 +152,10 @@ def test_damaged_layers_are_named(name: str, dense: Path, tmp_path: Path, monkey
 
 def test_a_model_without_a_layer(pair: Path, tmp_path: Path) -> None:
     checkpoint = str(ROOT / "models" / "demo-hf" / "target")
-    with pytest.raises(
-        ovspec.OvspecError, match="it has no MTP layer, or one with quantised weights; leave out the draft"
-    ):
+    with pytest.raises(ovspec.OvspecError, match="has no MTP layer, or only a quantised MTP layer; choose another"):
         export_pair(checkpoint, "mtp", tmp_path / "pair")
     assert find_own_mtp_layer(find_source(checkpoint)) is None
-    with pytest.raises(ovspec.OvspecError, match="not an MTP layer; name it 'draft'"):
+    with pytest.raises(ovspec.OvspecError, match="not an MTP layer; set `draft='draft'`"):
         ovspec.load(pair, "mtp")
 
 

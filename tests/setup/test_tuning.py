@@ -166,7 +166,7 @@ def test_not_measured_unasked_where_it_would_take_long(
     monkeypatch.setattr(ovspec.setup.tuning, "MAX_AUTO_TUNED_BYTES", 1e9)
     monkeypatch.setattr(ovspec.setup.tuning, "weights_fit_into_memory", lambda *_: False)
     assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
-    assert "not enough memory is free for tuning" in capsys.readouterr().err
+    assert "not enough free memory to tune" in capsys.readouterr().err
 
 
 def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monk
 
     def failing(self: SettingTimer, setting: EngineSetting) -> Measurement:
         if setting.precision == "f32":
-            raise InferenceError("the model's logits are not numbers")
+            raise InferenceError("the model computed NaN or infinite logits")
         return measure(self, setting)
 
     monkeypatch.setattr(SettingTimer, "measure_setting", failing)
@@ -226,5 +226,5 @@ def test_settings_on_a_gpu() -> None:
 
 
 def test_a_single_device_is_tuned(tmp_path: Path) -> None:
-    with pytest.raises(ovspec.OvspecError, match="name a single device to tune"):
+    with pytest.raises(ovspec.OvspecError, match="tuning needs a single device"):
         tune_model(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))

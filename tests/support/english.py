@@ -23,9 +23,12 @@ RELATIVE_WORD = re.compile(r"\b(that|which|who|whom|whose|what|those|ones?)\b", 
 WORD = re.compile(r"[A-Za-z']+")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 MAX_RELATIVE_WORDS = 1.5  # per 100
-MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field")  # in names of functions
+# In the names of functions that make messages.
+MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field")
 ERROR_CLASS = re.compile(r"Error$|^NotPaged$|^Sandbox.*(Died|Exceeded)$|^raise_usage_error_if$")
-MESSAGE_CONSTANT = re.compile(r"(_ADVICE|_ERRORS?|_FAILURES|_REASONS|_WORDINGS|_FORMATS|_INSTEAD|_MODEL_KINDS)$|^(UNSUPPORTED|UNUSABLE|NOT_AN)")
+MESSAGE_CONSTANT = re.compile(
+    r"(_ADVICE|_ERRORS?|_FAILURES|_REASONS|_WORDINGS|_FORMATS|_INSTEAD|_MODEL_KINDS)$|^(UNSUPPORTED|UNUSABLE|NOT_AN)"
+)
 MIN_MESSAGE_WORDS = 3
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -68,7 +68,9 @@ def read_documents(file: Path) -> list[Document]:
         try:
             documents.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise OvspecError(f"{file}: line {line_number} is damaged; delete the folder and start again.") from None
+            raise OvspecError(
+                f"{file}: line {line_number} is damaged; delete the work folder and start again."
+            ) from None
     return documents
 
 
@@ -200,7 +202,7 @@ def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
     skipped_files = 0
     for path in map(Path, paths):
         if not path.exists():
-            raise OvspecError(f"{path}: no such file or folder; name a text file, or a folder of them.")
+            raise OvspecError(f"{path}: no such file or folder; give a text file, or a folder of text files.")
         count_before = len(texts) + len(chats)
         for file in list_visible_files(path):
             text = read_utf8_text(file)
@@ -214,7 +216,7 @@ def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
             elif text.strip():
                 texts.append(text)
         if len(texts) + len(chats) == count_before:
-            raise OvspecError(f"{path}: contains no text; name a text file in UTF-8, or a folder of them.")
+            raise OvspecError(f"{path}: contains no text; give a text file in UTF-8, or a folder of text files.")
     return UserTexts(texts, chats, skipped_files)
 
 

@@ -20,9 +20,9 @@ def check_folders_apart(target: Source, output: Path, work_folder: Path) -> None
     target_folder = target.path.resolve()
     for option, folder in (("output", output), ("work", work_folder)):
         if folder == target_folder or target_folder in folder.parents or folder in target_folder.parents:
-            raise OvspecError(f"{folder}: is, contains or is inside the source {target.name}; name another `{option}`.")
+            raise OvspecError(f"{folder}: overlaps with the source {target.name}; choose another `{option}`.")
     if work_folder == output or output in work_folder.parents or work_folder in output.parents:
-        raise OvspecError(f"{work_folder}: is, contains or is inside the output; name another `work`.")
+        raise OvspecError(f"{work_folder}: overlaps with the output; choose another `work`.")
 
 
 def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> None:
@@ -41,5 +41,7 @@ def check_result_folder(output: Path, run_id: str | None, overwrite: bool) -> No
     restore_backup(output)
     record = read_record(output)
     if has_manifest(output) and not record and not read_raw_manifest(output).get("unfinished"):
-        raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
+        raise OvspecError(
+            f"{output}: contains an exported model, not the result of distilling; choose another `output`."
+        )
     check_output_folder(output, overwrite or bool(record and record.run == run_id))

@@ -55,10 +55,10 @@ def choose_kind_draft_and_layers(
         if isinstance(draft, HeadSource):
             draft_kind = "mtp" if isinstance(draft, MtpSource) else "head"
     if isinstance(draft, MtpSource) and len(draft.layers) > 1:
-        raise OvspecError(f"{draft.name}: it has {len(draft.layers)} MTP layers; only a single one can be trained.")
+        raise OvspecError(f"{draft.name}: has {len(draft.layers)} MTP layers; only a single MTP layer can be trained.")
     if kind and kind != draft_kind:
         kind_text = {"head": "an EAGLE-3 head", "mtp": "an MTP layer"}[kind]
-        raise OvspecError(f"`kind={kind!r}` makes {kind_text}, which `draft` is not; leave out one of the two.")
+        raise OvspecError(f"`kind={kind!r}` trains {kind_text}, but `draft` is something else; leave either out.")
     if target.is_ir:
         check_target_ir(target.path, target.name, draft_kind)
     elif draft_kind == "head":
@@ -81,8 +81,8 @@ def require_config_number(source: Source, config_key: str) -> int:
     """Return a number in a config; raises OvspecError if it isn't there."""
     number = source.get_config_number(config_key)
     if number is None:
-        unit = {"layers": "layers", "vocab": "ids"}[config_key]
-        raise OvspecError(f"{source.name}: its config.json doesn't say how many {unit} it has; add that.")
+        unit = {"layers": "layers", "vocab": "tokens"}[config_key]
+        raise OvspecError(f"{source.name}: its config.json lacks the number of {unit}; add it.")
     return number
 
 
@@ -139,14 +139,14 @@ def find_draft_checkpoint(draft_name: str) -> Source:
     if not source.is_ir:
         return source
     if isinstance(source, HeadSource):
-        raise OvspecError(f"{draft_name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
+        raise OvspecError(f"{draft_name}: an IR of a head can't be trained; give the head's checkpoint.")
     manifest_entry = find_manifest_entry(source.path)
     if manifest_entry is None:
-        raise OvspecError(f"{draft_name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
+        raise OvspecError(f"{draft_name}: an IR can't be trained, and its checkpoint is unknown; give the checkpoint.")
     if not (checkpoint := find_checkpoint_of_export(source)):
         raise OvspecError(
-            f"{draft_name}: its checkpoint, {manifest_entry.source}, is needed and isn't here; name its folder "
-            "or hub id."
+            f"{draft_name}: its checkpoint {manifest_entry.source} was not found; give the checkpoint's folder or "
+            "hub id."
         )
     print_note(f"{draft_name}: taught from its checkpoint {checkpoint.path}")
     return checkpoint

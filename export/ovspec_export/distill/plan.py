@@ -140,7 +140,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
     target = find_source(options.model)
     check_can_be_unpacked(target)
     if isinstance(target, HeadSource):
-        raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
+        raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; give the head's target.")
     check_folders_apart(target, output, work_folder)
     kind, draft, tap_layers = choose_kind_draft_and_layers(
         target, options.kind, options.draft, options.trim_vocabulary, options.draft_vocabulary
@@ -204,7 +204,7 @@ def check_disk_and_memory(plan: DistillPlan) -> None:
     if needed_bytes > free_bytes:
         raise OvspecError(
             f"{plan.target.name}: distilling needs about {format_size(needed_bytes)} of memory, but only "
-            f"{format_size(free_bytes)} are free; close other programs, or take a machine with more."
+            f"{format_size(free_bytes)} is free; close other programs, or use a machine with more memory."
         )
 
 

@@ -132,7 +132,7 @@ def run_rounds(plan: DistillPlan, work_folder: WorkFolder) -> bool:
     if is_untrained and not run_stage(plan, work_folder, len(round_ends), TRAINING_STAGE, MIN_JOB_SECONDS):
         return False
     if not work_folder.has_result:
-        raise OvspecError(f"{plan.result_name}: nothing was trained in so short a time; give more `minutes`.")
+        raise OvspecError(f"{plan.result_name}: the time was too short to train anything; raise `minutes`.")
     return True
 
 

@@ -91,7 +91,7 @@ def run_training_loop(
     keep_freed_memory()
     examples, held_out_examples = (read_examples(work_folder, held_out) for held_out in (False, True))
     if not len(examples):
-        raise OvspecError("there is no text to learn from yet; give more `minutes`")
+        raise OvspecError("the time was too short to prepare training texts; raise `minutes`")
     judged_examples = Examples(held_out_examples.spans[:: max(1, len(held_out_examples) // JUDGED_DOCUMENTS)])
     trainable_weights = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
     initial_average = training_state.get("averaged") or {

@@ -32,10 +32,10 @@ def check_trimmable(draft: Source) -> None:
     if isinstance(draft, (HeadSource, GgufSource)):
         source_kind = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
         raise OvspecError(
-            f"{draft.name}: {source_kind}, whose vocabulary can't be trimmed; name a checkpoint or an IR."
+            f"{draft.name}: the vocabulary of {source_kind} can't be trimmed; give a draft model's checkpoint or IR."
         )
     if is_trimmed(draft):
-        raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
+        raise OvspecError(f"{draft.name}: its vocabulary is already trimmed; give the original draft.")
 
 
 def trim_draft_model(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) -> None:

@@ -169,9 +169,9 @@ def read_work_header(folder: Path) -> WorkHeader | None:
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise OvspecError(f"{folder}: is a file; name another `work`.")
+        raise OvspecError(f"{folder}: is a file; choose another `work`.")
     if foreign_name := next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None):
-        raise OvspecError(f"{folder}: holds files of something else ({foreign_name}); name another `work`.")
+        raise OvspecError(f"{folder}: contains other files ({foreign_name}); choose another `work`.")
     return None
 
 
@@ -186,8 +186,8 @@ def check_settings(folder: Path, work_header: WorkHeader | None, settings: Disti
             "another model" if name == "model" else f"another `{name}`" for name in changed_names
         )
         raise OvspecError(
-            f"{folder}: was begun with {differences}; give the same to go on, name another `output`, or "
-            "delete that folder."
+            f"{folder}: was started with {differences}; use the same to resume, choose another `output`, or delete "
+            "the folder."
         )
 
 
@@ -203,9 +203,11 @@ def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> It
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise OvspecError(f"{folder}: another distillation works there; wait for it, or name another `work`.") from None
+        raise OvspecError(
+            f"{folder}: another distillation uses this folder; wait for it, or choose another `work`."
+        ) from None
     except OSError as error:
-        raise OvspecError(f"{folder}: cannot be written ({error.strerror}); name another `work`.") from None
+        raise OvspecError(f"{folder}: cannot be written ({error.strerror}); choose another `work`.") from None
     try:
         work_header = read_work_header(folder)
         check_settings(folder, work_header, settings)

@@ -35,7 +35,7 @@ def cluster_connection(address: str) -> Iterator[None]:
         import pyarrow  # noqa: F401
         import ray.data
     except ImportError:
-        raise OvspecError("Ray is missing; run pip install 'ovspec[ray]'.") from None
+        raise OvspecError("Ray is not installed; run pip install 'ovspec[ray]'.") from None
     data_context = ray.data.DataContext.get_current()
     data_context.enable_progress_bars = data_context.print_on_execution_start = False
     data_context.raise_original_map_exception = True
@@ -53,7 +53,9 @@ def cluster_connection(address: str) -> Iterator[None]:
             with show_step("Ray: connecting"), drop_native_stderr():
                 ray.init(address, **init_options)
         except (OSError, ValueError) as error:
-            raise OvspecError(f"No cluster of Ray answers at {address} ({str(error).splitlines()[0]}).") from None
+            raise OvspecError(
+                f"No Ray cluster answers at {address} ({str(error).splitlines()[0]}); check the address."
+            ) from None
         try:
             yield
         finally:

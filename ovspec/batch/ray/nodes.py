@@ -35,5 +35,5 @@ def plan_workers(cpus: int | None) -> tuple[int, int]:
         cpus = min(smallest_numa_nodes, default=1)
     worker_count = sum(node_cpus // cpus for node_cpus in cpus_of_node.values())
     if not worker_count:
-        raise OvspecError(f"No machine of the cluster has {cpus} processors; set `cpus_per_worker` to less.")
+        raise OvspecError(f"No machine in the cluster has {cpus} CPUs; lower `cpus_per_worker`.")
     return worker_count, cpus

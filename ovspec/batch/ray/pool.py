@@ -23,7 +23,7 @@ FILES_READ_AHEAD = 4  # files that are read at a time
 # Workers that are started again: of each place for one, and one more for so many answered lines, so that lines that
 # kill stop no long batch, and a model that always does stops soon.
 RESTARTS_PER_WORKER, LINES_PER_RESTART = 3, 10
-MEMORY_ADVICE = "set another `precision`, or more `cpus_per_worker` for fewer workers"
+MEMORY_ADVICE = "set another `precision`, or raise `cpus_per_worker` to start fewer workers"
 
 
 @dataclass(eq=False)
@@ -107,8 +107,8 @@ class WorkerPool:
                 return
             if not self._workers:
                 raise OvspecError(
-                    f"No worker is left, because the last one {self._last_death}; {MEMORY_ADVICE}, and the same "
-                    "command continues from the finished lines."
+                    f"No workers are left: the last worker {self._last_death}; {MEMORY_ADVICE}. The same command "
+                    "then resumes the batch."
                 )
             for task in wait_for_completed([*reading_tasks, *self._tasks]):
                 if task in reading_tasks:

@@ -48,7 +48,7 @@ class Predictor:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return ``batch`` with the columns text, finish_reason, error and result, the line of a batch file."""
         if self._column not in batch:
-            raise OvspecError(f"There is no column {self._column!r}, only {', '.join(batch)}; name one as `column`.")
+            raise OvspecError(f"`column` is {self._column!r}; it must be a column of the data: {', '.join(batch)}.")
         requests = [parse_row(cell, str(row_index)) for row_index, cell in enumerate(batch[self._column])]
         lines = self._get_batch_thread().run_requests(requests)
         columns = lines_to_columns(lines)

@@ -63,11 +63,13 @@ class Shipment:
         """
         if self.has_local_folder():
             if hash_model_folder(self.folder) != self.identity:
-                raise OvspecError(f"{self.folder} has another model on {platform.node()}; remove it there.")
+                raise OvspecError(f"{self.folder}: contains another model on {platform.node()}; delete it there.")
             return self.folder
         cached_folder = default_cache_dir() / "ray" / "models" / self.identity
         if not self.pieces and not cached_folder.is_dir():
-            raise OvspecError(f"{self.folder} is missing on {platform.node()}, which joined late; start again.")
+            raise OvspecError(
+                f"{self.folder}: missing on {platform.node()}, a machine added after the start; start the batch again."
+            )
         create_folder_once(cached_folder, ((name, ray.get(piece)) for name, piece in self.pieces))
         return cached_folder
 

@@ -88,8 +88,8 @@ class Worker:
         logits_checksums = ", draft: ".join(checksums)
         if reference and logits_checksums != reference.logits_checksum and not worker_setup.allows_mixed_arithmetic:
             raise OvspecError(
-                f"The worker on {platform.node()} computes other bits ({arithmetic}) than the first one "
-                f"({reference.computing_conditions}). Leave it out, or let it take part with `mixed=True`."
+                f"The worker on {platform.node()} computes different logits ({arithmetic}) from the first worker's "
+                f"({reference.computing_conditions}). Leave this machine out, or set `mixed=True`."
             )
         profiles = [read_profile_json(folder, device_options) for folder in folders]
         return ReferenceArithmetic(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)

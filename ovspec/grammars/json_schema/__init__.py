@@ -70,7 +70,7 @@ def compile_schema(
     if not is_llguidance_recent():
         installed_version = version("llguidance")
         raise OvspecError(
-            f"the top: llguidance {installed_version} doesn't enforce schemas strictly enough; use 1.8 or newer."
+            f"the top: llguidance {installed_version} is too old to enforce schemas; install 1.8 or newer."
         )
     if schema is True:
         schema = {}
@@ -107,9 +107,9 @@ def compile_schema(
             return CompiledSchema(lark, checker.warning())
         return CompiledSchema(lark, checker.warning(), make_item_tracks(rules.graph))
     except CircularSchemaError as error:
-        raise OvspecError(f"{error}: this can never come to an end, because it refers to itself.") from None
+        raise OvspecError(f"{error}: the schema is infinitely recursive; add a way to end.") from None
     except RecursionError:
-        raise OvspecError("#: it is nested too deeply; split it into named parts.") from None
+        raise OvspecError("#: the schema is nested too deeply; split it into named parts.") from None
 
 
 def says_unsatisfiable(problem: str) -> bool:

@@ -71,7 +71,7 @@ class SchemaChecker:
                 self._checked_ids.add(id(schema))
                 self._check_keywords(schema, pointer)
             elif not isinstance(schema, dict | bool):
-                raise OvspecError(f"{pointer}: this should be a schema, that is an object, true or false.")
+                raise OvspecError(f"{pointer}: this should be a schema: an object, true or false.")
 
     def warning(self) -> str:
         """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
@@ -102,7 +102,7 @@ class SchemaChecker:
         for keyword, value in list(schema.items()):
             self._check_keyword(schema, keyword, value, f"{pointer}/{escape_pointer_key(keyword)}")
         if schema.get("$id") and pointer != "#" and not str(schema["$id"]).startswith("#"):
-            reason = "schemas within schemas can't have their own $id; refer to #/$defs instead."
+            reason = "a subschema can't have its own $id; refer to #/$defs instead."
             raise OvspecError(f"{pointer}/$id: {reason}")
 
     def _check_keyword(self, schema: JsonObject, keyword: str, value: JsonValue, pointer: str) -> None:
@@ -198,7 +198,7 @@ class SchemaChecker:
         """Return why a regular expression can't be used, as the end of a sentence; "" if it can."""
         for class_members in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", pattern, re.DOTALL):
             if operator := CLASS_OPERATORS.search(re.sub(r"\\.|\[:\w+:\]", "", class_members, flags=re.DOTALL)):
-                return f"{operator.group()!r} in a class has a special meaning here; put \\ before it."
+                return f"{operator.group()!r} is an operator in a character class; put \\ before it."
         return self._find_problem({"type": "string", "pattern": pattern})
 
 

@@ -72,12 +72,12 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpre
         if rules.graph.fits_no_value(node):
             continue
         if layout.name_end and (property_name + layout.name_end).find(layout.name_end) < len(property_name):
-            raise OvspecError(f"#: in this tool format no parameter can be called {property_name!r:.80}; rename it.")
+            raise OvspecError(f"#: this tool format can't have a parameter named {property_name!r:.80}; rename it.")
         value_expression = write_text_values(rules, node, layout)
         if value_expression:
             text_names.add(property_name)
         elif property_name in text_names:
-            raise OvspecError(f"#: in this tool format {property_name} can't be both a string and another value.")
+            raise OvspecError(f"#: in this tool format {property_name} must be always a string or never a string.")
         else:
             value_ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
             value_expression = f"{rules.node_rule_name(node)} {value_ending}"

@@ -188,7 +188,7 @@ class SchemaGraph:
             yield
         except TooManyAlternativesError:
             if not self.lenient:
-                reason = f"this gives more than {MAX_ALTERNATIVES} alternatives; simplify it."
+                reason = f"this expands to more than {MAX_ALTERNATIVES} alternatives; simplify it."
                 raise OvspecError(f"{pointer}: {reason}") from None
 
     def _gather_requirements(self, node: SchemaNode) -> ValueRequirements:

@@ -401,7 +401,7 @@ def write_in_order(
                 alternatives.append(rest_without_item)
             rest_rules[item_count] = rules.write_alternation_rule(alternatives)
     if rest_rules[0] is None:
-        raise OvspecError("#: no JSON text has so many properties or items; ask for fewer.")
+        raise OvspecError("#: no JSON text can have this many properties or items; require fewer.")
     return rest_rules[0]
 
 

@@ -42,9 +42,9 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
         prompt = template_messages
     if suffix := getattr(body, "suffix", None):
         if echo:
-            raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
+            raise RequestError("suffix can't be combined with echo; leave either out.", "suffix")
         if not isinstance(prompt, str):
-            raise RequestError("suffix needs a prompt that is one string.", "suffix")
+            raise RequestError("suffix needs a single string as the prompt.", "suffix")
         prompt = InfillPrompt(prompt, suffix)
     prompts: Any = prompt if is_nonempty_prompt_list(prompt) else [prompt]
     return replace(build_text_request(body, kind, prompts, echo), ignored=(*ignored,))
@@ -126,24 +126,23 @@ def check_chat_ending(body: ChatEndingFields, template_messages: list[Message]) 
     is_continued = find_begun_answer(template_messages) is not None
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
-            "`continue_final_message` and `add_generation_prompt` can't both be true; leave one of them out.",
+            "`continue_final_message` and `add_generation_prompt` can't both be true; leave either out.",
             "continue_final_message",
         )
     if body.continue_final_message and not is_continued:
         raise RequestError(
-            "`continue_final_message` needs an assistant's message without calls as the last; leave it out.",
+            "`continue_final_message` needs an assistant message without tool calls at the end; leave it out.",
             "continue_final_message",
         )
     if body.continue_final_message is False and is_continued:
         raise RequestError(
-            "`continue_final_message` is false, but a last message of the assistant is always continued; leave it "
+            "`continue_final_message` is false, but an assistant message at the end is always continued; leave it "
             "out, or end with another message.",
             "continue_final_message",
         )
     if body.add_generation_prompt is False and not is_continued:
         raise RequestError(
-            "`add_generation_prompt` is false, which needs a last message that is continued, the assistant's; leave "
-            "it out.",
+            "`add_generation_prompt` is false, but there is no assistant message at the end to continue; leave it out.",
             "add_generation_prompt",
         )
 
@@ -168,7 +167,7 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
     # OpenAI's clients send null and empty fields back with the assistant's answers.
     fields = {field: value for field, value in message.items() if value not in (None, [])}
     if "function_call" in fields:
-        raise make_message_error("function_call can't be read; send the call in tool_calls.")
+        raise make_message_error("function_call is not supported; send the call in tool_calls.")
     if "reasoning" in fields:  # vLLM's name
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     if not any_field:
@@ -177,7 +176,7 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
         if not isinstance(fields.get(field, ""), str):
             raise make_message_error(f"{field} must be a string.")
     if not isinstance(role := fields.get("role"), str):
-        raise make_message_error("each needs a role, such as user.")
+        raise make_message_error("each message needs a role, such as user.")
     if role not in CHAT_ROLES:
         raise make_message_error(
             f"the role of a message is {role!r:.40}; it must be {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}."
@@ -195,7 +194,7 @@ def to_template_calls(calls: JsonValue) -> list[JsonObject]:
     if not isinstance(calls, list):
         raise make_message_error("tool_calls must be a list.")
     if len(calls) > MAX_TOOL_CALLS:
-        raise make_message_error(f"one has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
+        raise make_message_error(f"a message has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
     return [to_template_call(call) for call in calls]
 
 
@@ -203,9 +202,9 @@ def to_template_call(call: JsonValue) -> JsonObject:
     is_function = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_function else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise make_message_error("each of tool_calls must be of the type function and have a function with a name.")
+        raise make_message_error("each tool call must have the type function and a function with a name.")
     if not isinstance(call_id := call.get("id") or "", str):
-        raise make_message_error(f"the id of a call of {function['name']:.80} must be a string.")
+        raise make_message_error(f"the id of a call to {function['name']:.80} must be a string.")
     name_and_arguments = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
     template_call: JsonObject = {"type": "function", "function": name_and_arguments}
     return {"id": call_id, **template_call} if call_id else template_call
@@ -218,7 +217,7 @@ def flatten_content(content: JsonValue, ignored: IgnoredNames, text_only: bool) 
     if content is None and not text_only:
         return ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise make_message_error("each needs content, which is a string or a list of parts of the type text.")
+        raise make_message_error("each message needs content: a string, or a list of text parts.")
     return "\n".join(read_text_part(part, ignored, text_only) for part in content)
 
 
@@ -227,13 +226,13 @@ def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     part_type = part.get("type")
     if part_type not in ("text", "refusal"):
         if text_only:
-            raise make_message_error(f"content of the type {part_type!s:.40} can't be read; only text can.")
+            raise make_message_error(f"content of the type {part_type!s:.40} is not supported; send text.")
         return describe_omitted_part(part_type, ignored)
     text = part.get(part_type)
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_message_error(f"a part of the type {part_type} needs a {part_type}, which is a string.")
+        raise make_message_error(f"a part of the type {part_type} needs {part_type}, a string.")
     fields = [field for field in part if part[field] is not None]
     message = f"messages: {{name}} is not a field of a part of the type {part_type}"
     refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, part_type}, message, "messages")

@@ -29,7 +29,7 @@ def read_input_extra(input_extra: JsonValue) -> tuple[FileChunk, ...]:
         chunks = [FileChunk(chunk.get("text"), chunk.get("filename", DEFAULT_CHUNK_FILE)) for chunk in input_extra]
         if all(isinstance(chunk_part, str) for chunk in chunks for chunk_part in chunk):
             return tuple(chunks)
-    raise PydanticCustomError("problem", "must be a list of objects with a text and a filename, which are strings")
+    raise PydanticCustomError("problem", "must be a list of objects with the strings text and filename")
 
 
 class InfillRequest(OpenAIBody, OtherServersFields):

@@ -83,7 +83,7 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
         allowed_choices = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
         raise RequestError(f"`tool_choice` must be {allowed_choices}.", "tool_choice")
     if choice_type == "any" and not overrides.values.get("tools"):
-        raise RequestError("`tool_choice` is any, which needs `tools` that can be called here.", "tool_choice")
+        raise RequestError("`tool_choice` is any, but `tools` has no custom tool; add a tool.", "tool_choice")
     if not isinstance(only_one_call, (bool, type(None))):
         raise RequestError("`tool_choice`: disable_parallel_tool_use must be true or false.", "tool_choice")
     if only_one_call:
@@ -98,11 +98,11 @@ def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None
         return None
     if tool_type != "custom":
         raise RequestError(
-            f"`tools` has a tool of the type {tool_type!s:.40}; only custom ones can be called.", "tools"
+            f"`tools` has a tool of the type {tool_type!s:.40}; only custom tools are supported.", "tools"
         )
     tool = keep_known_fields(tool, TOOL_FIELDS, "tools", ignored)
     if not isinstance(schema := tool.get("input_schema"), dict):
-        message = f"`tools`: {tool.get('name')!s:.80} needs an input_schema, which is a JSON schema of an object."
+        message = f"`tools`: {tool.get('name')!s:.80} needs an input_schema: a JSON schema of an object."
         raise RequestError(message, "tools")
     function_fields = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
     return {
@@ -116,7 +116,7 @@ def read_thinking_options(body: MessagesRequest, overrides: Overrides, ignored: 
     effort = (body.output_config or {}).get("effort")
     thinking_type = None
     if effort is not None and (not isinstance(effort, str) or effort not in MESSAGES_EFFORTS):
-        message = f"`output_config` has an effort of {effort!r:.40}; it must be one of {', '.join(MESSAGES_EFFORTS)}."
+        message = f"`output_config`: the effort is {effort!r:.40}; it must be one of {', '.join(MESSAGES_EFFORTS)}."
         raise RequestError(message, "output_config")
     if body.thinking is not None:
         thinking = keep_known_fields(body.thinking, ("type", "budget_tokens", "display"), "thinking", ignored)
@@ -186,7 +186,7 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool 
     if role == "developer":
         role = "system"
     if not isinstance(role, str) or role not in BLOCKS_OF_ROLE:
-        raise make_message_error(f"a role is {role!r:.40}; it must be user, assistant or system.")
+        raise make_message_error(f"the role of a message is {role!r:.40}; it must be user, assistant or system.")
     blocks = read_blocks(content, BLOCKS_OF_ROLE[role], ignored, text_only or role == "system")
     if role == "system" and isinstance(content, list):
         blocks = drop_billing_header(blocks, ignored)
@@ -228,7 +228,7 @@ def read_blocks(
     if not content and not text_only and (content is None or isinstance(content, list)):
         return []
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
-        raise make_message_error("each needs content, which is a string or a list of blocks.")
+        raise make_message_error("each message needs content: a string, or a list of blocks.")
     return [read_block(block, allowed_types, ignored, text_only) for block in content]
 
 
@@ -239,10 +239,10 @@ def read_block(block: JsonObject, allowed_types: tuple[str, ...], ignored: Ignor
         return keep_known_fields(block, FIELDS_OF_BLOCK[block_type], block_type, ignored)
     if block_type in FIELDS_OF_BLOCK:
         raise make_message_error(
-            f"content of the type {block_type:.40} can't be read here; only {', '.join(allowed_types)} can."
+            f"content of the type {block_type:.40} is not supported here; send {', '.join(allowed_types)}."
         )
     if text_only:
-        raise make_message_error(f"content of the type {block_type:.40} can't be read; only text can.")
+        raise make_message_error(f"content of the type {block_type:.40} is not supported; send text.")
     return {"type": "text", "text": describe_omitted_part(block_type, ignored)}
 
 
@@ -253,7 +253,7 @@ def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
 
 def read_block_string(block: JsonObject, field: str) -> str:
     if not isinstance(text := block.get(field), str):
-        raise make_message_error(f"a block of the type {block['type']} needs a {field}, which is a string.")
+        raise make_message_error(f"a block of the type {block['type']} needs {field}, a string.")
     return text
 
 

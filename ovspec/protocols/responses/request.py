@@ -189,17 +189,17 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
             output = flatten_item_content(item.get("output"), item_type, ignored)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif item_type == "item_reference":
-            message = "an item_reference can't be met, because nothing is stored; send the item itself."
+            message = "item_reference is not supported, because nothing is stored; send the item itself."
             raise make_field_error("input", message)
         elif item_type in MENTIONED_ITEM_TYPES:
             add_message({"role": "assistant", "content": [{"type": item_type}]}, messages, ignored)
         elif not isinstance(item_type, str):
-            message = f"an item of the type {item_type!s:.40} can't be read; only text and calls can."
+            message = f"an item of the type {item_type!s:.40} is not supported; send text or tool calls."
             raise make_field_error("input", message)
         else:
             ignored[f"input.{item_type}"] = None
     if not messages:
-        raise make_field_error("input", "it has nothing to answer; send a message.")
+        raise make_field_error("input", "it has no message to answer; add a message.")
     return messages
 
 
@@ -239,7 +239,7 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     function_name = read_item_string(item, "name")
     namespace = item.get("namespace")
     if not isinstance(namespace, (str, type(None))):
-        raise make_field_error("input", f"the namespace of a call of {function_name:.80} must be a string.")
+        raise make_field_error("input", f"the namespace of a call to {function_name:.80} must be a string.")
     if item["type"] == "function_call":
         arguments: JsonValue = item.get("arguments") or "{}"
     else:
@@ -250,13 +250,13 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     calls = messages[-1].setdefault("tool_calls", [])
     calls.append({"id": read_item_string(item, "call_id"), "type": "function", "function": call_function})
     if len(calls) > MAX_TOOL_CALLS:
-        raise make_field_error("input", f"an answer has more than {MAX_TOOL_CALLS} calls; send fewer.")
+        raise make_field_error("input", f"an answer has more than {MAX_TOOL_CALLS} tool calls; send fewer.")
 
 
 def read_item_string(item: JsonObject, field: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
     if not isinstance(field_value := item.get(field), str):
-        raise make_field_error("input", f"an item of the type {item['type']} needs {field}, which is a string.")
+        raise make_field_error("input", f"an item of the type {item['type']} needs {field}, a string.")
     return field_value
 
 
@@ -278,11 +278,11 @@ def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     part_type = part.get("type")
     if part_type not in TEXT_PART_TYPES:
         if text_only:
-            raise make_field_error("input", f"a part of the type {part_type!s:.40} can't be read; only text can.")
+            raise make_field_error("input", f"a part of the type {part_type!s:.40} is not supported; send text.")
         return describe_omitted_part(part_type, ignored)
     text = part.get("refusal" if part_type == "refusal" else "text")
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_field_error("input", f"a part of the type {part_type} needs a text, which is a string.")
+        raise make_field_error("input", f"a part of the type {part_type} needs text, a string.")
     return text
