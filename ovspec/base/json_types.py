@@ -1,4 +1,4 @@
-"""Names for data that came as JSON, whose shape is checked where it is read."""
+"""Types for parsed JSON; the code that reads a value checks its shape."""
 
 from __future__ import annotations
 

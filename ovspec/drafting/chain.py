@@ -1,4 +1,4 @@
-"""A chain of two drafters, in which the second is asked where the first has no good proposal."""
+"""A chain of two drafters: the second proposes where the first has no good proposal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
 
 class DrafterChain(Drafter):
-    """Asks the first drafter, which costs nothing, then the second for rows without a good proposal."""
+    """Asks the first drafter, which is free, then the second for rows without a good proposal."""
 
     name = "chain"
 

@@ -1,4 +1,4 @@
-"""Compile a layer with a gate, in a process of its own: ``crashes.py`` starts this file to see whether it survives.
+"""Compile a gated layer in a separate process: ``crashes.py`` runs this file to see whether it survives.
 
 It has two arguments: the device, and the properties as JSON. It imports nothing of ovspec, so it starts quickly.
 """
@@ -32,7 +32,7 @@ def make_gated_layer() -> ov.Model:
 
 
 def disable_core_dumps() -> None:
-    """Write no core dump when this process crashes, where the system allows that."""
+    """Write no core dump when this process crashes, on systems with such a setting."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -22,7 +22,7 @@ INFERENCE_SECONDS_BEFORE_MOVE = 5.0  # of inference before copying starts: a pro
 # MOVE_STEP_SECONDS before it looks again.
 LEAST_IDLE_SECONDS = 0.5
 MOVE_STEP_SECONDS = 0.02
-MAX_REFUSALS_IN_A_ROW = 16  # in a row, after which the system is taken to have no large pages left
+MAX_REFUSALS_IN_A_ROW = 16  # consecutive refusals; the system is then assumed to have no large pages left
 
 
 class LargePageMover:
@@ -66,7 +66,7 @@ class LargePageMover:
                     self._refusals = 0
 
     def move_in_steps(self) -> Iterator[None]:
-        """Move all weights, a part at each step, for a server that is never idle long enough."""
+        """Move all weights, a part at each step, for a server without long idle times."""
         while not self.is_done:
             self.move_weights_for(MOVE_STEP_SECONDS)
             yield
@@ -80,7 +80,7 @@ class LargePageMover:
 
 
 def read_memory_ranges() -> list[tuple[int, int]]:
-    """Return the (start, end) of private memory that belongs to no file; [] if the system doesn't show it."""
+    """Return the (start, end) of private memory not mapped from a file; [] if the system doesn't show it."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux, or not allowed
@@ -95,7 +95,7 @@ def read_memory_ranges() -> list[tuple[int, int]]:
 
 
 def list_page_candidates(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """Yield the addresses of the large pages that lie within ``ranges``."""
+    """Yield the addresses of the large pages inside ``ranges``."""
     for start, end in ranges:
         yield from range(-(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
 

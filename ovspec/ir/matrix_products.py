@@ -1,4 +1,4 @@
-"""Joins products of the same values into one, and cuts products that sum over many values into several."""
+"""Joins products of the same input into one, and cuts products with long sums into several."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ELEMENTWISE_FUNCTIONS = {"Multiply": ops.multiply, "Subtract": ops.subtract}
 
 
 def join_products(model: ov.Model) -> int:
-    """Join products of the same values, such as a layer's q, k and v, whose weights are integers; return how many.
+    """Join products of the same input, such as a layer's q, k and v, with integer weights; return the number of joins.
 
-    Their weights are put one behind the other, so each value is computed as before; one large product takes less time
-    than several small ones.
+    The weights are concatenated, so each value is computed as before; one large product is faster than several small
+    ones.
     """
     groups: dict[tuple[str | int, ...], list[ov.Node]] = {}
     for op in model.get_ordered_ops():
@@ -47,7 +47,7 @@ def join_products(model: ov.Model) -> int:
 
 
 def describe_weights_recipe(weights: ov.Output, row_count: int) -> list[str]:
-    """Return the operations and types behind ``weights``; unique if a constant among them hasn't ``row_count`` rows."""
+    """Return the operations and types that produce ``weights``; unique if a constant lacks ``row_count`` rows."""
     node = weights.get_node()
     shape = list(weights.get_shape())
     recipe = [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:])]
@@ -88,9 +88,9 @@ def needs_split_products() -> bool:
 
 
 def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VALUES) -> int:
-    """Cut products with integer weights over more than ``max_summed_values`` values into parts to add; return how many.
+    """Cut integer products with sums over more than ``max_summed_values`` values into parts; return their number.
 
-    OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
+    In such products OpenVINO uses one kernel for few tokens and another for many, with different bits.
     """
     products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain_product(op))
     wide_products = [
@@ -116,7 +116,7 @@ def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VAL
 
 
 def count_product_parts(product: ov.Node, max_summed_values: int) -> int:
-    """Return the least number of equal parts, none of which is too wide, divides a group or splits a byte."""
+    """Return the least number of equal parts that are narrow enough and divide neither a group nor a byte."""
     integer_constant = find_integer_constant(product.input_value(1))
     assert integer_constant
     group_count = integer_constant.get_output_shape(0)[1]
@@ -136,7 +136,7 @@ def count_summed_values(product: ov.Node) -> int:
 
 
 def find_integer_constant(weights: ov.Output) -> ov.Node | None:
-    """Return the constant of integers that ``weights`` are computed from; None if they are computed otherwise."""
+    """Return the integer constant that ``weights`` are computed from; None if they have another origin."""
     node = weights.get_node()
     while node.get_type_name() in WEIGHT_OPERATIONS:
         node = node.input_value(0).get_node()
@@ -164,7 +164,7 @@ def slice_weight_columns(weights: ov.Output, part_index: int, part_count: int) -
 
 
 def slice_constant(constant: ov.Node, part_index: int, part_count: int) -> ov.Node:
-    """Return the part of a constant [rows, columns or groups, ...] along its second axis, if that is longer than 1."""
+    """Return the part of a constant [rows, columns or groups, ...] along its second axis, if longer than 1."""
     shape = constant.get_output_shape(0)
     if len(shape) < 2 or shape[1] == 1:
         return constant
