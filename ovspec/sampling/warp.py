@@ -39,7 +39,7 @@ class WarpedLogits(NamedTuple):
 
 
 def certain_distribution(token: int) -> WarpedLogits:
-    """Return a distribution in which ``token`` has probability 1."""
+    """Return a distribution with probability 1 for ``token``."""
     return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))
 
 
@@ -94,7 +94,7 @@ def select_positions(
 def find_smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
     """Return indices of the smallest ``sort_keys`` (n,) whose ``weights`` (n,) sum to ``weight_limit``; ties stay.
 
-    If there are many keys, only those in the bucket where the limit is reached are sorted.
+    If there are many keys, only the bucket that reaches the limit is sorted.
     """
     bucket_members = np.arange(len(sort_keys))
     weight_before = 0.0

@@ -23,25 +23,25 @@ from ovspec.setup.paging import EXACT_PROPERTIES, check_paged, compile_paged
 from ovspec.setup.profile import EngineSetting, Measurement, complete_device_options
 from ovspec.setup.rollback_probing import probe_rollback
 
-MAX_REPEATED_SECONDS = 0.02  # seconds for which one inference is repeated
-LONG_PREFILL_SECONDS = 0.5  # seconds; a prefill that takes longer is timed once
+MAX_REPEATED_SECONDS = 0.02  # seconds for repetitions of one inference
+LONG_PREFILL_SECONDS = 0.5  # seconds; a longer prefill is timed once
 
 
 @dataclass(frozen=True)
 class TuningEffort:
     """The amount of measuring."""
 
-    prompt_tokens: int  # of the prompt that is timed, and before the timed inferences
+    prompt_tokens: int  # length of the timed prompt, and of the text before timed inferences
     widths: tuple[int, ...]  # of the timed inferences, in tokens
     repeats: int  # how often each setting is timed
     is_full: bool  # whether all settings are tried, and exact arithmetic is probed thoroughly
-    accuracy_tokens: int = 256  # tokens by which accuracy is judged
+    accuracy_tokens: int = 256  # length of the text for measuring accuracy
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent, after the first tokens of ``text_ids`` (n,), read as a prompt.
+    """Times settings of one model against the incumbent, after the first tokens of ``text_ids`` (n,) as the prompt.
 
-    ``options``: name the folder in which findings are remembered.
+    ``options``: include the folder for cached findings.
     """
 
     def __init__(self, folder: Path, text_ids: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
@@ -55,7 +55,7 @@ class SettingTimer:
         self._reference_logprobs = log_softmax(logits).astype(np.float32)
 
     def set_incumbent(self, setting: EngineSetting) -> Measurement:
-        """Measure the setting that the others are compared with, and keep it loaded."""
+        """Measure the setting to compare the others with, and keep it loaded."""
         self._models = {setting: self._compile_model(setting)}
         self._incumbent_decoder = self._make_timed_decoder(self._models[setting])
         kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(self._incumbent_decoder))
@@ -69,7 +69,7 @@ class SettingTimer:
     def measure_setting(self, setting: EngineSetting) -> Measurement:
         decoder = self._make_timed_decoder(self._load_model(setting))
         kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(decoder))
-        self._time_prefill(decoder)  # the first one is slower
+        self._time_prefill(decoder)  # the first prefill is slower
         incumbent = self.incumbent
         time_ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
         prefill_ratios: list[float] = []
@@ -175,20 +175,20 @@ class SettingTimer:
     def _time_widths(
         self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
     ) -> tuple[dict[int, float], float]:
-        """Return the median milliseconds of inferences after the text by width, and those that a new width adds."""
+        """Return the median milliseconds of inferences after the text by width, and of a change of width."""
         times_ms: dict[int, list[float]] = {width: [] for width in widths or self.effort.widths}
         changes_ms: list[float] = []
         for repeat in range(repeats + 1):
             for width in times_ms:
                 first_ms, later_ms = self._time_width(decoder, width)
-                if repeat:  # the first inferences of all, and those after another model's, are slower
+                if repeat:  # the very first inferences, and the first after another model's, are slower
                     times_ms[width].append(later_ms)
                     changes_ms.append(first_ms - later_ms)
         medians_ms = {width: statistics.median(milliseconds) for width, milliseconds in times_ms.items()}
         return medians_ms, statistics.median(changes_ms)
 
     def _time_width(self, decoder: Decoder, width: int) -> tuple[float, float]:
-        """Return the milliseconds of an inference after one of another width, and after some of the same."""
+        """Return the milliseconds of an inference of a new width, and of inferences of the same width after it."""
         times_ms: list[float] = []
         start_time = time.perf_counter()
         while len(times_ms) < 2 or (time.perf_counter() - start_time < MAX_REPEATED_SECONDS and len(times_ms) < 20):

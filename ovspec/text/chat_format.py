@@ -235,7 +235,7 @@ class ChatFormat:
                 opens_answer=False,
             )
             rendered_start, end_mark, _ = rendered_chat.rpartition(ANSWER_END_MARK)
-            if end_mark:  # without the template's text before an answer, such as a header
+            if end_mark:  # what the template writes before an answer's text, such as a header
                 return rendered_start
         opened_prompt = self.render_prompt(earlier_messages, *other_arguments)
         if self.thinking_format and opened_prompt.rstrip().endswith(self.thinking_format.open_tag.rstrip()):
