@@ -42,7 +42,7 @@ class Params(SamplingParams):
         request=False,
     )
     lookahead: int | Literal["auto"] | None = option(
-        "Maximum number of tokens proposed per round; 0 for plain decoding, auto for the number with the best speed.",
+        "Maximum number of tokens proposed per round; 0 is plain decoding, auto adapts it for the best speed.",
         default=None,
         limits=LOOKAHEAD,
         default_meaning="auto",

@@ -80,8 +80,8 @@ class LoadParams(RuntimeParams):
         "Text file as an additional source for prompt lookup.", default_factory=tuple, metavar="FILE"
     )
     cache_memory: float | None = option(
-        "KV cache limit (GB). Idle entries are kept for texts with the same beginning and evicted at the limit; 0 "
-        "keeps none.",
+        "Memory limit (GB) of KV caches before idle entries are evicted. Idle entries serve later texts with the "
+        "same beginning; 0 keeps none.",
         default=None,
         limits=NOT_NEGATIVE,
         default_meaning="a quarter of the free memory after loading",

@@ -56,7 +56,7 @@ class ServeParams:
     queue_timeout: float = option("Time limit (s) in the queue.", default=300.0, limits=POSITIVE)
     request_timeout: float = option("Time limit (s) for the whole request.", default=3600.0, limits=POSITIVE)
     cache_size: float | None = option(
-        "KV cache limit (GB) for all texts together.",
+        "Memory limit (GB) for the KV caches of running texts together; further texts wait.",
         default=None,
         limits=POSITIVE,
         default_meaning="80 % of the free memory after loading",
@@ -75,7 +75,7 @@ class ServeParams:
         metavar="N",
     )
     lookahead: int | Literal["auto"] | None = option(
-        "Maximum number of tokens proposed per round and text; requests can lower it. auto: the number with the best "
+        "Maximum number of tokens proposed per round and text; requests can lower it. auto adapts it for the best "
         "speed under the current load.",
         default=None,
         limits=LOOKAHEAD,

@@ -31,7 +31,7 @@ class StreamOptions(
 ):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
+    include_usage: bool | None = Field(None, description="Send the usage in a final chunk.")
 
 
 class OpenAIBody(
@@ -44,7 +44,7 @@ class OpenAIBody(
         description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
         'A "schema" may also be given beside the type, as in llama.cpp. Not with a grammar option.',
     )
-    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
+    stream_options: StreamOptions | None = Field(None, description="Extra information in a stream.")
 
 
 class ChatBody(ChatEndingFields, OpenAIBody):
@@ -52,16 +52,16 @@ class ChatBody(ChatEndingFields, OpenAIBody):
 
     messages: CHAT_MESSAGES = Field(description="The chat so far: objects with role and content.")
     logprobs: bool | None = Field(None, description="Report each token's log-probability.")
-    top_logprobs: TOP_LOGPROBS = Field(None, description="And those of this many of the most likely ones.")
+    top_logprobs: TOP_LOGPROBS = Field(None, description="Also report this many top alternatives at each position.")
 
 
 class CompletionBody(OpenAIBody):
     """Texts to be continued."""
 
-    prompt: PROMPT_OR_PROMPTS = Field(description="A text or token ids, or a list of these.")
+    prompt: PROMPT_OR_PROMPTS = Field(description="A text or token ids, or a list of such prompts.")
     echo: bool | None = Field(None, description="Repeat the prompt in front of each text.")
     logprobs: TOP_LOGPROBS = Field(
-        None, description="Report each token's log-probability, and those of this many others."
+        None, description="Report each token's log-probability, and this many top alternatives."
     )
 
 

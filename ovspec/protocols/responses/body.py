@@ -62,9 +62,9 @@ class ResponsesRequest(
     }
 
     input: str | INPUT_ITEMS = Field(description="The chat so far: a text, or items such as messages and calls.")
-    instructions: str | None = Field(None, description="The system prompt, which comes first.")
+    instructions: str | None = Field(None, description="The system prompt, before the input.")
     reasoning: JsonObject | None = Field(
-        None, description='How much the model thinks: {"effort": …}, from "none" to "xhigh".'
+        None, description='The amount of thinking: {"effort": …}, from "none" to "xhigh".'
     )
     text: JsonObject | None = Field(
         None,
@@ -72,8 +72,6 @@ class ResponsesRequest(
         '"schema" beside it.',
     )
     include: Annotated[list[str], FAIL_FAST] | None = Field(
-        None, description='What else to report: "message.output_text.logprobs".'
+        None, description='Extra output: "message.output_text.logprobs".'
     )
-    top_logprobs: TOP_LOGPROBS = Field(
-        None, description="Report log-probabilities, and those of this many likely tokens."
-    )
+    top_logprobs: TOP_LOGPROBS = Field(None, description="Report log-probabilities, and this many top alternatives.")
