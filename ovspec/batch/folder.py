@@ -29,7 +29,7 @@ class BatchFile:
 
     requests_path: its path on its filesystem.
     results_path: the path or URI of the results.
-    partial_path: of a file in a folder: the path next to which its partial results are.
+    partial_path: of a file in a folder: the path next to its partial results.
     size_and_time: of a file in a folder: its size and time.
     """
 
@@ -40,7 +40,7 @@ class BatchFile:
 
     @property
     def partial_results_path(self) -> Path:
-        """The path next to which the partial results are."""
+        """The path next to the partial results."""
         return self.partial_path or find_partial_results_path(self.results_path)
 
 
@@ -58,7 +58,7 @@ def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
 
 
 def find_partial_results_path(output: str) -> Path:
-    """Return the path next to which partial results are: ``output``, or a path in the cache for object storage."""
+    """Return the path next to partial results: ``output``, or a path in the cache for object storage."""
     if "://" not in output:
         return Path(output).absolute()
     return default_cache_dir() / "ray" / "outputs" / hashlib.sha256(output.encode()).hexdigest()[:16]
@@ -77,17 +77,17 @@ def join_path(folder: str, file_name: str) -> str:
 
 
 def delete_partial_results(output: str) -> None:
-    """Delete the folder of partial results, which are all in ``output`` now."""
+    """Delete the folder of partial results, now complete in ``output``."""
     shutil.rmtree(append_ending(find_partial_results_path(output), ".partial"), ignore_errors=True)
 
 
 def find_batch_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.FileSystem, list[BatchFile]]:
     """Return the files to read, and their filesystem. The results of files in a folder go to files in ``output``.
 
-    Names that begin with a dot or an underscore are left out. Without a source, there is one file, which isn't read.
+    Names starting with a dot or an underscore are left out. Without a source, there is one file, and it isn't read.
 
-    Raises OvspecError if there is nothing to read, if the results would be among the requests, or if ``output``
-    exists and is neither to be replaced nor a folder that an earlier run left unfinished.
+    Raises OvspecError if there is nothing to read, if the results would be among the requests, or if ``output`` exists
+    and is neither to be replaced nor a folder left unfinished by an earlier run.
     """
     output_filesystem, output_info = find_file_info(output)
     partial_folder = append_ending(find_partial_results_path(output), ".partial")

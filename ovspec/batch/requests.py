@@ -33,13 +33,13 @@ BODY_OF_KIND: dict[RequestKind, type[OpenAIBody]] = {
     "completion": CompletionBody,
     "chat": ChatBody,
 }
-# Fields that only the server knows, and options that the command sets for all lines.
+# Fields for the server alone, and options set for all lines by the command.
 FIELDS_REFUSED_IN_BATCH = ("stream_options", "draft", "return_record", *SERVER_OPTIONS)
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line: a request, or the ``error`` found in it."""
+    """One line: a request, or its ``error``."""
 
     id: str
     source: str
@@ -48,7 +48,7 @@ class BatchRequest:
 
 
 def make_prompt_request(request_id: str, source: str, prompt: str) -> BatchRequest:
-    """Return the request in a line that has only a prompt."""
+    """Return the request for a line with only a prompt."""
     return BatchRequest(request_id, source, TextRequest("batch_line", [prompt], return_record=True))
 
 
@@ -66,7 +66,7 @@ def parse_row(cell: JsonValue, default_id: str) -> BatchRequest:
 
 
 def drop_missing_fields(value: Any) -> JsonValue:
-    """Return a value of a table in Python's types, without the fields that only other rows have."""
+    """Return a table's value in Python's types, without fields from other rows."""
     if isinstance(value, dict):
         return {
             field_name: drop_missing_fields(field_value)
@@ -79,9 +79,9 @@ def drop_missing_fields(value: Any) -> JsonValue:
 
 
 def parse_lines(file_text: str, are_prompts: bool = False) -> list[BatchRequest]:
-    """Return a request for each line that isn't blank. If ``are_prompts``, each line is a prompt.
+    """Return a request for each nonblank line. If ``are_prompts``, each line is a prompt.
 
-    A line without an id, or with an id that was used before, is named by its number.
+    A line without an id, or with a repeated id, is named by its number.
     """
     requests = list[BatchRequest]()
     used_ids = set[str]()
@@ -95,7 +95,7 @@ def parse_lines(file_text: str, are_prompts: bool = False) -> list[BatchRequest]
 
 
 def parse_rows(rows: Iterable[JsonValue]) -> list[BatchRequest]:
-    """Return a request for each row of a table; one without an id is named by its number."""
+    """Return a request for each row of a table; a row without an id is named by its number."""
     used_ids = set[str]()
     numbered_rows = enumerate(rows, 1)
     return [
@@ -116,7 +116,7 @@ def ensure_unique_id(request: BatchRequest, default_id: str, used_ids: set[str])
 
 
 def parse_line(line: str, default_id: str) -> BatchRequest:
-    """Parse one line of JSON; an invalid line gives a request with an ``error``."""
+    """Parse one line of JSON; an invalid line yields a request with an ``error``."""
     request_id = default_id
     kind: RequestKind = "batch_line"
     try:
@@ -131,7 +131,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
             request_id = str(custom_id)
         body = {field: value for field, value in entry.items() if field not in ("id", "custom_id")}
         if "body" in entry or "url" in entry:
-            kind = "completion"  # so that an error is written in OpenAI's format, too
+            kind = "completion"  # so that an error is in OpenAI's format, too
             kind = openai_request_kind(entry)
             body = entry.get("body")
             if not isinstance(body, dict):
@@ -149,7 +149,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
 
 
 def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
-    """Return the request in the body of a line; raises OvspecError for options that a batch can't meet."""
+    """Return the request in the body of a line; raises OvspecError for options unsupported in batches."""
     for field in (*FIELDS_REFUSED_IN_BATCH, "stream"):
         if body.get(field) is not None and (field, body[field]) != ("stream", False):
             raise OvspecError(f"{field} can't be set in a batch request; leave it out.")

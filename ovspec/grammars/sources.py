@@ -1,4 +1,4 @@
-"""Makes llguidance grammars from what users write: JSON schemas, regular expressions, choices, Lark and GBNF.
+"""Makes llguidance grammars from JSON schemas, regular expressions, choices, Lark and GBNF.
 
 All functions raise OvspecError if the input is invalid or can't be enforced during generation; the message names the
 place.
@@ -31,7 +31,7 @@ PARSER_LIMITS = LLParserLimits(
 )  # fmt: skip
 UNIQUE_ITEMS_KEY = "unique_items"  # next to llguidance's own keys: ``json_schema.item_tracks``
 
-# First the tokens that may contain anything, then those that are searched for.
+# First the tokens with arbitrary content, then the tokens to search for.
 LARK_TOKEN_PATTERN = re.compile(
     r'"(?:\\.|[^"\\\n])*"?'
     r"|//[^\n]*|\#[^\n]*"
@@ -50,7 +50,7 @@ def convert_json_schema(
     close_objects: bool | None = None,
     compact: bool = False,
 ) -> tuple[str, str]:
-    """Return (the grammar of the JSON texts that a schema describes, what was ignored of it or "").
+    """Return (the grammar of a schema's JSON texts, the ignored parts of the schema or "").
 
     Args:
         schema: the schema itself or its JSON text. ``x-guidance`` at its top sets separators and white space.
@@ -86,7 +86,7 @@ def find_schema_problem(schema: JsonObject) -> str:
 
 
 def convert_regex(pattern: str, label: str = "The regular expression") -> str:
-    """Return the grammar of texts that fully match ``pattern``, in Rust's ``regex`` syntax without look-around."""
+    """Return the grammar of texts with a full match of ``pattern``, in Rust's ``regex`` syntax without look-around."""
     check_text(pattern, label)
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern.removeprefix("^"))
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
@@ -95,7 +95,7 @@ def convert_regex(pattern: str, label: str = "The regular expression") -> str:
 
 
 def convert_choices(choices: Sequence[str], label: str = "choice") -> str:
-    """Return the grammar that matches any one of ``choices`` and nothing else."""
+    """Return the grammar of exactly the texts in ``choices``."""
     if isinstance(choices, str) or not choices:
         raise OvspecError(f"{label} must be a non-empty list of strings.")
     for i, choice in enumerate(choices):
@@ -106,7 +106,7 @@ def convert_choices(choices: Sequence[str], label: str = "choice") -> str:
 
 
 def convert_lark(text: str, label: str = "The Lark grammar") -> str:
-    """Return the grammar for a text in llguidance's dialect of Lark, whose start rule is ``start``.
+    """Return the grammar for a text in llguidance's dialect of Lark; the start rule is ``start``.
 
     ``max_tokens=``, ``stop=`` and ``temperature=`` are refused.
     """
@@ -138,7 +138,7 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
 
 
 def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
-    """Return the grammar for a text in llama.cpp's GBNF, whose start rule is ``root``."""
+    """Return the grammar for a text in llama.cpp's GBNF; the start rule is ``root``."""
     check_text(text, label)
     check_character_count(text, label, MAX_GBNF_CHARACTERS)
     try:
@@ -150,7 +150,7 @@ def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
 def write_grammar_json(grammar_kind: str, *other_grammars: dict[str, str], lark_grammar: str) -> str:
     """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it.
 
-    ``other_grammars``: grammars that it refers to by name.
+    ``other_grammars``: grammars referenced in it by name.
     """
     return json.dumps({"grammars": [{"name": grammar_kind, "lark_grammar": lark_grammar}, *other_grammars]})
 
@@ -191,13 +191,13 @@ def parse_json(text: str, label: str) -> JsonValue:
 
 
 def check_character_count(text: str, label: str, max_characters: int = MAX_GRAMMAR_CHARACTERS) -> None:
-    """Refuse a text that is too long."""
+    """Refuse a text above the length limit."""
     if len(text) > max_characters:
         raise OvspecError(f"{label} has {len(text)} characters; at most {max_characters} are allowed.")
 
 
 def check_nesting(text: str, label: str, start: int = 0) -> None:
-    """Refuse JSON that is nested too deeply, without recursion; the text after it is ignored."""
+    """Refuse deeply nested JSON, without recursion; the text after it is ignored."""
     depth = 0
     for match in BRACKET_PATTERN.finditer(text, start):
         depth += (match.group() in "[{") - (match.group() in "]}")

@@ -27,7 +27,7 @@ LOCAL_ADDRESS = "local"
 
 @contextlib.contextmanager
 def cluster_connection(address: str) -> Iterator[None]:
-    """Connect to the cluster at ``address``, or run a cluster on this machine that listens on loopback only."""
+    """Connect to the cluster at ``address``, or run a cluster on this machine, on loopback only."""
     # Read when Ray is imported. Without a cluster of several machines, it binds everything to 127.0.0.1.
     loopback_environment = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address == LOCAL_ADDRESS else {}
     os.environ |= loopback_environment | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
@@ -41,7 +41,7 @@ def cluster_connection(address: str) -> Iterator[None]:
     data_context.raise_original_map_exception = True
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     init_options: JsonObject = {"log_to_driver": False, "logging_level": logging.ERROR}
-    # The path of a socket has at most 107 bytes, of which Ray adds some 70.
+    # A socket's path has at most 107 bytes, with some 70 added by Ray.
     with scratch_folder(default_cache_dir() / "ray" / "sessions", max_path_bytes=36) as folder:
         if address == LOCAL_ADDRESS:
             processor_count = sum(map(len, usable_processors()))
@@ -81,10 +81,10 @@ def drop_native_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_folder(parent_folder: Path, max_path_bytes: int) -> Iterator[Path]:
-    """Yield a new folder in ``parent_folder`` by a path of at most so many bytes; it is deleted in the end.
+    """Yield a new folder in ``parent_folder``, with a path of at most so many bytes; it is deleted in the end.
 
-    If its own path is longer, the path is that of a link among the temporary files. Folders of processes that were
-    killed are deleted, too.
+    If its own path is longer, the path is a link among the temporary files. Folders of killed processes are deleted,
+    too.
     """
     for abandoned_folder in parent_folder.glob(f"{HOST_CODE}-*"):
         if not psutil.pid_exists(int(abandoned_folder.name.rpartition("-")[2])):

@@ -25,7 +25,7 @@ def run_on_each_node(function: Callable[[], Any], timeout: float | None = None) 
 
 
 def plan_workers(cpus: int | None) -> tuple[int, int]:
-    """Return the number of workers that fit the cluster, and the processors of each: a NUMA node's, or ``cpus``."""
+    """Return the number of workers for the cluster, and the processors of each: a NUMA node's, or ``cpus``."""
     cpus_of_node = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
     if cpus is None:
         numa_nodes = run_on_each_node(usable_processors)

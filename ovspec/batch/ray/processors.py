@@ -1,4 +1,4 @@
-"""The processors that a process computes on, where several processes share a machine."""
+"""The processors for a process, where several processes share a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _held_locks: list[FileLock] = []  # released when the process ends
 
 
 def usable_processors() -> list[list[int]]:
-    """Return the processors that this process may use, by NUMA node; one list where the system lists no nodes."""
+    """Return the processors available to this process, by NUMA node; one list where the system lists no nodes."""
     process = psutil.Process()
     usable_cpus = list(range(psutil.cpu_count() or 1))
     if hasattr(process, "cpu_affinity"):
@@ -36,7 +36,7 @@ def parse_cpu_list(cpu_list: str) -> set[int]:
 
 
 def pin_to_free_processors(processor_count: int) -> None:
-    """Pin this process to ``processor_count`` processors that no other has claimed, of one NUMA node if it has as many.
+    """Pin this process to ``processor_count`` unclaimed processors, of one NUMA node if it has as many.
 
     It isn't pinned if they are taken, or where the system can't. Call it before OpenVINO counts the processors.
     """

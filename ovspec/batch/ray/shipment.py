@@ -17,7 +17,7 @@ from ovspec.setup.identity import hash_model_folder
 
 
 def read_pieces(path: Path, piece_bytes: int) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of ``piece_bytes`` bytes; at least one, which is empty if the file is."""
+    """Yield the content of a file in pieces of ``piece_bytes`` bytes; at least one, empty for an empty file."""
     with path.open("rb") as file:
         yield file.read(piece_bytes)
         while piece := file.read(piece_bytes):
@@ -57,9 +57,9 @@ class Shipment:
         return (self.folder / MODEL_FILE).is_file()
 
     def receive_folder(self) -> Path:
-        """Return the folder itself if this machine has it, else a copy in the cache, which is made once.
+        """Return the folder itself if this machine has it, else a copy in the cache, made once.
 
-        Raises OvspecError if another model is in its place, or if all machines had it when it was shipped.
+        Raises OvspecError if another model is in its place, or if all machines had it at shipping time.
         """
         if self.has_local_folder():
             if hash_model_folder(self.folder) != self.identity:

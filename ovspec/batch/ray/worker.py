@@ -27,10 +27,10 @@ from ovspec.setup.profile import add_profiles_to_options, read_profile_json
 class WorkerSetup:
     """The model of each worker, perhaps with a draft, and the params of its requests."""
 
-    shipments: list[Shipment]  # of the model, and of its draft unless that is inside of it
+    shipments: list[Shipment]  # of the model, and of its draft unless the draft is inside it
     draft: Any  # as for ovspec.load
     load_options: JsonObject
-    params: Params  # of requests that don't set their own
+    params: Params  # for requests without their own
     allows_mixed_arithmetic: bool  # whether workers with other bits take part
 
     def describe_worker(self, cpus: int, reference: ReferenceArithmetic | None = None) -> str:
@@ -45,7 +45,7 @@ class WorkerSetup:
 
 @dataclass(frozen=True)
 class ReferenceArithmetic:
-    """The first worker's arithmetic, to which the others must be equal."""
+    """The first worker's arithmetic, as a reference for the others."""
 
     run_identity: str  # identifies the model and all options that change results
     computing_conditions: str  # engine, properties, instruction set, OpenVINO's version, and the promise
@@ -54,7 +54,7 @@ class ReferenceArithmetic:
 
 
 class Worker:
-    """Runs requests, as an actor of Ray; keeps to ``reference``, or is the first worker, which makes it."""
+    """Runs requests, as an actor of Ray; keeps to ``reference``, or makes it if it is the first worker."""
 
     def __init__(self, worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, number: int) -> None:
         record_signals(number)

@@ -25,7 +25,7 @@ HEX_DIGIT_COUNTS = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(eq=False, slots=True)
 class CharacterClass:
-    """One character from any of the ranges."""
+    """One character from a list of ranges."""
 
     ranges: CodePointRanges
 

@@ -1,4 +1,4 @@
-"""Checks a JSON schema: the keywords' values must be right; keywords that the standard ignores give a warning.
+"""Checks a JSON schema: values of keywords must be valid; keywords unknown to the standard give a warning.
 
 https://json-schema.org/draft/2020-12/json-schema-validation defines the keywords.
 """
@@ -41,7 +41,7 @@ KNOWN_KEYWORDS = {
     *SCHEMA_MAP_KEYWORDS, *REFERENCE_KEYWORDS, *OTHER_KEYWORDS,
 }  # fmt: skip
 
-MAX_WARNED_KEYWORDS = 5  # ignored keywords that a warning names
+MAX_WARNED_KEYWORDS = 5  # ignored keywords named in a warning
 CLASS_OPERATORS = re.compile(r"&&|--|~~|\[")  # operators in Rust's classes, plain characters in JSON Schema's
 
 
@@ -49,7 +49,7 @@ class SchemaChecker:
     """Checks a schema and everything it refers to, and adapts it in place.
 
     Args:
-        find_problem: returns why llguidance can't use a schema of a string; "" if it can.
+        find_problem: returns why llguidance can't use a string's schema; "" if it can.
         lenient: leave out expressions that can't be enforced instead of refusing them.
     """
 
@@ -60,7 +60,7 @@ class SchemaChecker:
         self._lenient = lenient
         self._unchecked: list[tuple[JsonValue, str]] = [(root, "#")]  # schemas with JSON pointers
         self._checked_ids: set[int] = set()
-        self._pattern_problems: dict[str, str] = {}  # "" for a pattern that can be used
+        self._pattern_problems: dict[str, str] = {}  # "" for a usable pattern
         self._references: set[str] = set()
 
     def check_schema(self) -> None:
@@ -74,7 +74,7 @@ class SchemaChecker:
                 raise OvspecError(f"{pointer}: this should be a schema: an object, true or false.")
 
     def warning(self) -> str:
-        """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
+        """Return the surprises for a schema's author, as the end of a sentence; "" if there are none."""
         warnings: list[str] = []
         ignored_keywords = self.first_pointer_by_ignored_keyword.items()
         if ignored := [(keyword, pointer) for keyword, pointer in ignored_keywords if not self._is_referenced(pointer)]:
@@ -211,7 +211,7 @@ def check_type_name(type_name: str, pointer: str) -> None:
 
 
 def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> tuple[JsonValue, str]:
-    """Return the schema within ``root`` that a reference at JSON pointer ``pointer`` refers to, and its pointer."""
+    """Return the schema in ``root`` under a reference at JSON pointer ``pointer``, and the schema's pointer."""
     require_condition(isinstance(reference, str), pointer, "text such as #/$defs/name")
     schema_id = root.get("$id", root.get("id"))
     target_pointer = reference
@@ -241,7 +241,7 @@ def escape_pointer_key(schema_key: str) -> str:
 
 
 def check_writable(value: JsonValue, pointer: str) -> None:
-    """Refuse characters that only a numeric escape could write."""
+    """Refuse characters with only numeric escapes."""
     unchecked_values = [value]
     while unchecked_values:
         value_part = unchecked_values.pop()

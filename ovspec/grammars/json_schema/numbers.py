@@ -16,7 +16,7 @@ LARGEST_EXACT_NUMBER = 2**53  # readers may keep numbers as 64-bit floats
 
 
 def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
-    """Return the regular expressions that the text of a number must match, all of them, and those that it mustn't.
+    """Return the regular expressions to match all of in the text of a number, and the ones to match none of.
 
     ``multiple_of`` isn't covered.
     """
@@ -68,7 +68,7 @@ def split_digits(value: Decimal) -> tuple[str, str]:
 
 
 def write_numbers_above(value: Decimal, exclusive: bool) -> str:
-    """Return the expression of the numbers above ``value``, which is 0 or more, without a sign."""
+    """Return the expression of the numbers above ``value`` (0 or more), without a sign."""
     whole, fraction = split_digits(value)
     expressions = [rf"({write_wholes_above(whole)})(\.[0-9]+)?"]
     indexed_digits = enumerate(fraction)
@@ -90,7 +90,7 @@ def write_wholes_above(whole: str) -> str:
 
 
 def has_no_number(numbers: Numbers) -> bool:
-    """Return whether no number that may be written is within the bounds, as far as that is easy to see."""
+    """Return whether the bounds exclude all numbers that can be written, as far as that is easy to see."""
     if numbers.values is not None:
         return not numbers.values
     low, high = numbers.low, numbers.high
