@@ -1,8 +1,8 @@
-"""The channel between a worker and the process that started it: progress one way, the request to stop the other.
+"""The channel between a worker and its parent process: progress to the parent, a request to stop to the worker.
 
-Progress goes through the worker's standard output, a JSON object a line; what libraries print there goes to its
-standard error instead. The worker ends when its standard input closes, so that it doesn't outlive a parent that was
-killed, and is asked to stop by anything written there.
+Progress goes through the worker's standard output, one JSON object per line; libraries' output goes to its standard
+error instead. The worker ends when its standard input closes, so it doesn't outlive a killed parent. Any input there
+asks the worker to stop.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def report_progress(**figures: JsonValue) -> None:
 
 
 def is_stop_requested() -> bool:
-    """Return whether the parent wants the job to write what it has, and to end."""
+    """Return whether the parent wants the job to save its work so far, and to end."""
     return _stop_event.is_set()
 
 
 def _wait_for_stop() -> None:
-    while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the interpreter ends
+    while os.read(0, 1024):  # not through sys.stdin, which would stay locked when the interpreter ends
         _stop_event.set()
     os._exit(1)

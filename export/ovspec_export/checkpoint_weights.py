@@ -1,4 +1,4 @@
-"""The weights of a checkpoint that GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes quantised, as they are."""
+"""The weights of a checkpoint quantised by GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes, as they are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
-# Ends of the names of a layer's tensors, by the kind of layout, the one that each layer has first.
+# Suffixes of the names of a layer's tensors, by the kind of layout; the first is in every layer.
 PACKED_PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
@@ -60,11 +60,11 @@ INTEGER_FORMATS = ("pack-quantized", "int-quantized")
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint's weights are quantised.
+    """The quantisation of a checkpoint's weights.
 
-    layout: a key of ``PACKED_PARTS``. bits: of each integer; 0 if each layer says it itself.
-    zero_shift: what is added to a stored zero point.
-    rounds_inputs: the model was made to round what it multiplies the weights with, too.
+    layout: a key of ``PACKED_PARTS``. bits: of each integer; 0 if it varies by layer.
+    zero_shift: added to a stored zero point.
+    rounds_inputs: the model expects inputs of products to be rounded, too.
     """
 
     layout: str
@@ -125,9 +125,9 @@ def read_compressed_quantisation(config: JsonObject) -> Quantisation:
 
 
 class CheckpointWeights:
-    """Implements ``KeptWeights`` for the safetensors files in ``folder``, of which ``model`` is made.
+    """Implements ``KeptWeights`` for the safetensors files in ``folder``, for the parameters of ``model``.
 
-    layer_count: the model has only so many of the checkpoint's layers; None for all.
+    layer_count: the model has only the first so many layers of the checkpoint; None for all.
 
     Raises:
         OvspecError: the model has no place for a tensor, or its experts can't be kept.
@@ -140,7 +140,7 @@ class CheckpointWeights:
 
         self._folder = folder
         self._quantisation = quantisation
-        # Each file is opened again for each tensor, so that pages that were read can leave the memory.
+        # Each file is opened again for each tensor, so that pages already read can leave the memory.
         self._files: dict[str, Path] = {}
         self._stored_dtypes: dict[str, str] = {}
         for file in sorted(folder.glob("model*.safetensors")):
@@ -168,7 +168,7 @@ class CheckpointWeights:
         self._check_names()
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter that the checkpoint has."""
+        """Return the shape of each parameter in the checkpoint."""
         return {
             name: shape
             for name, shape in self._parameter_shapes.items()
@@ -239,7 +239,7 @@ class CheckpointWeights:
             ) from None
 
     def _list_parts(self, name: str) -> list[str]:
-        """Return the names in the files of a parameter: its own, or those of each expert's layers."""
+        """Return a parameter's names in the files: its own, or the names of each expert's layers."""
         stack = self._expert_stacks.get(name)
         return [layer for matrix in stack.matrices for layer in self._expert_layers[matrix]] if stack else [name]
 
@@ -282,7 +282,7 @@ class CheckpointWeights:
         return self._read_tensors([name])[name]
 
     def _read_tensors(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Return tensors as they are stored, but those in bf16 as f32."""
+        """Return tensors as they are stored, except bf16 as f32."""
         import torch
 
         return {
@@ -308,7 +308,7 @@ class CheckpointWeights:
                     yield name, tensors.get_tensor(name)
 
     def _check_names(self) -> None:
-        """Raise OvspecError for a tensor that has no place in the model."""
+        """Raise OvspecError for a tensor without a place in the model."""
         parts = ("weight", *PACKED_PARTS[self._quantisation.layout], *IGNORED_PARTS)
         prefixes = {name.removesuffix("weight") for name in self._layers if name in self._shapes}
         names_of_layers = {f"{prefix}{part}" for prefix in prefixes for part in parts}
@@ -317,7 +317,7 @@ class CheckpointWeights:
             for name in self._files
             if name not in self._shapes and name not in names_of_layers and not name.endswith(IGNORED_PARTS)
         ]
-        # AutoGPTQ writes biases of zeros for layers that have none.
+        # AutoGPTQ writes biases of zeros for layers without a bias.
         bias_names = [
             name
             for name in names_without_place

@@ -12,7 +12,7 @@ from ovspec.base.json_types import JsonObject
 # Approximate bits per weight, with its share of scales and zero points.
 WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
 KEEP = "keep"  # the source's own integers, if its weights are quantised
-DEFAULT_GROUP_SIZE = 128  # nncf's, where an option for int4 is given
+DEFAULT_GROUP_SIZE = 128  # nncf's, if an option for int4 is set
 BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 
 
@@ -21,11 +21,11 @@ class Compression:
     """A weight format and, for int4, nncf's options; None leaves a choice to optimum.
 
     weight_format: one of ``WEIGHT_FORMATS``, or ``KEEP``.
-    group_size: number of weights that share a scale. ratio: share of the layers that get int4.
-    sym: quantise without zero points. backup_precision: format of the layers that don't get int4.
-    awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, calibrated on what the model
-        computes for ``calibration``, a text file; awq also works without one.
-    samples: number of pieces of the calibration text that are used.
+    group_size: number of weights with a shared scale. ratio: share of the layers in int4.
+    sym: quantise without zero points. backup_precision: format of the layers not in int4.
+    awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, calibrated on the model's activations for
+        ``calibration``, a text file; awq also works without one.
+    samples: number of pieces of the calibration text to use.
     """
 
     weight_format: str = "int8"
@@ -67,9 +67,9 @@ class Compression:
             read_text(self.calibration)
 
     def optimum_arguments(self) -> list[str]:
-        """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses.
+        """Return optimum-cli's arguments. For calibration and bf16 they export fp32, compressed in a later step.
 
-        Kept weights come into a graph in fp32.
+        Kept weights go into a graph in fp32.
         """
         if self.calibration or self.weight_format in ("bf16", KEEP):
             return ["--weight-format", "fp32"]
@@ -88,7 +88,7 @@ class Compression:
         }
 
     def without_calibration(self) -> Compression:
-        """Return the same without the methods that need a text to calibrate on."""
+        """Return the same without the methods calibrated on a text."""
         data_aware = {"scale_estimation": False, "gptq": False, "lora_correction": False}
         return replace(self, **data_aware, calibration=None, samples=None)
 

@@ -1,7 +1,7 @@
-"""Drafts that propose only some of their target's ids: the ids, and an IR with the lm_head's rows of these alone.
+"""Drafts with a reduced vocabulary: their ids, and an IR with only these ids' rows of the lm_head.
 
-A checkpoint of such a draft has the file ``DRAFT_VOCABULARY_FILE`` with the ids; its weights are a usual draft's. The
-rows are cut when it is exported. Its IR names the ids in the output ``TARGET_IDS_OUTPUT``.
+A checkpoint of such a draft has the file ``DRAFT_VOCABULARY_FILE`` with the ids; its weights are a usual draft's.
+Exporting cuts the rows. Its IR lists the ids in the output ``TARGET_IDS_OUTPUT``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_draft_vocabulary(folder: Path, ids: np.ndarray) -> None:
 
 
 def read_draft_vocabulary(folder: Path) -> np.ndarray:
-    """Return the ids that the checkpoint in ``folder`` proposes, (n,) int64."""
+    """Return the ids proposed by the checkpoint in ``folder``, (n,) int64."""
     return np.array(read_dataclass(DraftVocabularyFile, folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
 
 
@@ -54,7 +54,7 @@ def is_trimmed(source: Source) -> bool:
 
 
 def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
-    """Return the ids that a draft model or MTP layer proposes, (n,) int64; None for all, or an EAGLE-3 head.
+    """Return the ids proposed by a draft model or MTP layer, (n,) int64; None for all, or an EAGLE-3 head.
 
     Raises:
         OvspecError: they aren't different ids of both models, or they can't be read.
@@ -82,17 +82,17 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
 def choose_most_used_ids(
     texts: Iterable[Sequence[int]], count: int, vocab_size: int, special_ids: Iterable[int] = ()
 ) -> np.ndarray:
-    """Return the ``count`` ids that texts use most, sorted, (count,) int64.
+    """Return the ``count`` ids most used in texts, sorted, (count,) int64.
 
     Args:
-        texts: token ids of what the target reads and writes.
-        count: as many ids.
-        vocab_size: the draft's number of ids. If the texts use too few, the smallest of the others are added: those are
-            the most frequent ones in vocabularies of merges.
-        special_ids: ids of special tokens, which are kept if the texts use them at all.
+        texts: token ids of the target's prompts and answers.
+        count: number of ids.
+        vocab_size: the draft's number of ids. If the texts use too few, the smallest other ids are added: they are the
+            most frequent in vocabularies of merges.
+        special_ids: ids of special tokens, kept if the texts use them at all.
 
     Raises:
-        OvspecError: so many ids can't be kept.
+        OvspecError: there are not so many ids to keep.
     """
     if not MIN_IDS <= count <= vocab_size:
         valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the size of the draft's vocabulary"
@@ -124,13 +124,13 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
         raise OvspecError(f"{name}: its vocabulary can't be trimmed: {error}; choose another draft.") from None
     write_target_ids(model, ids)
     ov.save_model(model, folder / "trimmed.xml", compress_to_fp16=False)
-    del model  # it maps the file that is replaced next
+    del model  # it maps the file to be replaced next
     for suffix in (".bin", ".xml"):
         (folder / f"trimmed{suffix}").replace((folder / MODEL_FILE).with_suffix(suffix))
 
 
 def read_and_trim_model(folder: Path, ids: np.ndarray) -> ov.Model:
-    """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
+    """Return the graph of the model in ``folder`` reduced to the logits of ``ids`` (n,); ValueError if impossible."""
     model = read_openvino_model(folder)
     # The embedding may have the lm_head's weights, so the rows come from a second reading.
     second_model = read_openvino_model(folder)

@@ -1,8 +1,8 @@
-"""Environments for families that the installed transformers can't export: folders laid over it, in the user's cache.
+"""Environments for families beyond the installed transformers: overlay folders in the user's cache.
 
-An overlay holds other versions of a few packages, made with ``pip install --no-deps --target`` from wheels whose
-checksums are fixed here. Only the process that exports sees it, at the front of its ``PYTHONPATH``. Nothing is
-installed into the user's own environment.
+An overlay has other versions of a few packages, installed with ``pip install --no-deps --target`` from wheels with
+checksums fixed here. Only the exporting process sees it, at the front of its ``PYTHONPATH``. Nothing is installed into
+the user's own environment.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Environment:
 
     @property
     def overlay_folder(self) -> Path:
-        """The folder that holds the overlay once it is made; its name changes with the versions."""
+        """The folder for the finished overlay; its name changes with the versions."""
         versions = "-".join(f"{name}-{version}" for name, version, _ in self.wheels)
         return default_cache_dir() / "environments" / versions
 
     @property
     def partial_prefix(self) -> str:
-        """The prefix of folders in which it is being made: short, as Windows' paths end at 259 characters."""
+        """The prefix of folders for unfinished overlays: short, as Windows' paths end at 259 characters."""
         return f".{zlib.crc32(self.overlay_folder.name.encode()):08x}-"
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the overlay is there and whole; a copy that was made by hand may not be."""
+        """Whether the overlay is there and complete; a copy made by hand may not be."""
         dist_info_names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
         return all(is_wheel_complete(self.overlay_folder / dist_info_name) for dist_info_name in dist_info_names)
 
@@ -88,7 +88,7 @@ OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
 
 
 def is_wheel_complete(dist_info: Path) -> bool:
-    """Return whether every file that the RECORD in a wheel's ``.dist-info`` lists is there, in the size it lists."""
+    """Return whether every file listed in the RECORD of a wheel's ``.dist-info`` is there, with the listed size."""
     folder = str(dist_info.parent)
     file_count = 0
     try:
@@ -106,10 +106,10 @@ def is_wheel_complete(dist_info: Path) -> bool:
 
 
 def prepare_environment(environment: Environment, families: str) -> Path:
-    """Make the overlay unless it is there, and return its folder.
+    """Make the overlay unless it exists, and return its folder.
 
     Args:
-        families: the families that are exported with it, for messages.
+        families: the families exported with it, for messages.
 
     Raises:
         OvspecError: the packages can't be downloaded or installed, or the disk is full.
@@ -128,7 +128,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
             lock.acquire()
         try:
             if not environment.is_prepared:
-                # A process that was killed leaves one.
+                # A killed process leaves one.
                 for partial_folder in folder.parent.glob(f"{environment.partial_prefix}*"):
                     shutil.rmtree(partial_folder, ignore_errors=True)
                 if folder.exists():
@@ -143,7 +143,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
 
 
 def install_wheels(environment: Environment, families: str) -> int:
-    """Install the wheels beside the overlay's place, and rename the whole in its stead; return its size in bytes."""
+    """Install the wheels next to the overlay's place, and move the result there; return its size in bytes."""
     folder = environment.overlay_folder
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=environment.partial_prefix, ignore_cleanup_errors=True
@@ -162,7 +162,7 @@ def install_wheels(environment: Environment, families: str) -> int:
             "-r",
             str(requirements_file),
         ]
-        # pip unpacks in the temporary folder first, which may be too small a disk.
+        # pip unpacks in the temporary folder first, and its disk may be too small.
         temporary_variables = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary_folder)
         installer_variables = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
         installer_variables |= dict.fromkeys(("PIP_DRY_RUN", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"), "0")
@@ -202,7 +202,7 @@ def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
 
 
 def find_installer_command() -> list[str]:
-    """Return the command that installs packages: this Python's pip, or uv."""
+    """Return the command for installing packages: this Python's pip, or uv."""
     if importlib.util.find_spec("pip"):
         pip_command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         return [*pip_command, "--only-binary", ":all:"]
@@ -212,7 +212,7 @@ def find_installer_command() -> list[str]:
 
 
 def prepare_environments(families_by_environment: dict[Environment, str]) -> None:
-    """Make these overlays, each for the families that are named with it, and print their folders."""
+    """Make these overlays, each for its families, and print their folders."""
     if not families_by_environment:
         print_note("nothing to prepare: these families need only what is installed")
     for environment, families in families_by_environment.items():
@@ -220,7 +220,7 @@ def prepare_environments(families_by_environment: dict[Environment, str]) -> Non
 
 
 def prepare_environment_variables(environment: Environment | None, families: str) -> dict[str, str]:
-    """Return the variables that a process needs to see an environment, which is prepared first; {} for our own."""
+    """Return the variables for a process to see an environment, prepared first; {} for our own."""
     if environment is None:
         return {}
     search_paths = [str(prepare_environment(environment, families)), os.environ.get("PYTHONPATH", "")]

@@ -1,4 +1,4 @@
-"""The plan of an export, checked before anything is converted: options, models, and room on the disk."""
+"""The plan of an export, checked before any conversion: options, models, and room on the disk."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templa
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The models of an export, and the way of exporting them.
+    """The models of an export, and its options.
 
     sources: the target's and, if there is one, the draft's.
-    compressions: of the target and of a draft, also of a draft that is made of the target's first layers.
+    compressions: of the target and of a draft, even of a draft made from the target's first layers.
     chat_template: the target's template in place of its own.
-    draft_ids: the ids that the draft proposes, (n,); None for all.
-    tap_layers: the target's layers whose features the head reads; none of them for what the lm_head reads, and None
-        without a head.
+    draft_ids: the ids proposed by the draft, (n,); None for all.
+    tap_layers: the target's layers with features for the head; empty for the lm_head's input, and None without a head.
     """
 
     sources: list[Source]
@@ -55,7 +54,7 @@ def plan_export(
     chat_template: str | Path | None,
     trust_remote_code: bool,
 ) -> ExportPlan:
-    """Return the plan of ``export_pair``, which describes the arguments and errors."""
+    """Return the plan of ``export_pair``, described there with its errors."""
     for weight_options in filter(None, (compression, draft_compression)):
         weight_options.check_weight_options()
     if draft not in (None, NO_DRAFT) and draft_layers is not None:
@@ -95,7 +94,7 @@ def plan_export(
     tap_layers = check_head_fits(target_source, draft_head) if draft_head else None
     for source in sources:
         if not source.is_ir:
-            # Prepared before anything is converted, so that a missing version is noticed at once.
+            # Prepared before any conversion, so that a missing version is noticed at once.
             prepare_environment_variables(source.family.environment, source.model_type)
     inherited_compression = None if compression == KEPT else compression
     compression, draft_compression = (
@@ -146,10 +145,10 @@ def resolve_compression(source: Source, compression: Compression | None) -> Comp
 def find_draft_source(
     target: Source, draft: str | None, draft_layers: int | None, trust_remote_code: bool
 ) -> Source | None:
-    """Return the draft that ``draft`` names, or None; by default it is the MTP layer of the target if it has one.
+    """Return the draft named ``draft``, or None; by default it is the target's MTP layer, if any.
 
     Raises:
-        OvspecError: like ``find_source``, or the target has no MTP layer and is to have one.
+        OvspecError: like ``find_source``, or a requested MTP layer is missing in the target.
     """
     if draft not in (None, NO_DRAFT, MTP_DRAFT):
         return find_source(draft, trust_remote_code)

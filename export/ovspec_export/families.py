@@ -1,4 +1,4 @@
-"""What each model family needs to be exported: an environment, and changes to optimum, each with its reason.
+"""The needs of each model family for an export: an environment, and changes to optimum, each with its reason.
 
 A family is the ``model_type`` of a checkpoint's config. Families without an entry are refused.
 ``tests/export/test_patches.py`` fails when a change here is no longer needed.
@@ -18,15 +18,15 @@ from ovspec_export.environments import OPTIMUM_INTEL_2_2, OVERLAYS, TRANSFORMERS
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is exported.
+    """How to export a family.
 
     environment: an overlay, if the installed transformers can't export it.
-    ignores_version_limit: of optimum, on the version of transformers; our tests show that it isn't needed.
-    alias_of: the family whose export config optimum uses for this one, which it doesn't know.
-    experts_implementation: how transformers computes the experts while traced; its default can't be converted.
-    patches: functions of ``patches.py`` that are called before the export.
-    remote_code: the checkpoint brings code that only runs with ``--trust-remote-code``.
-    untested: this project's tests export none of it.
+    ignores_version_limit: ignore optimum's limit for the version of transformers; our tests show it isn't needed.
+    alias_of: the known family with the export config for this one in optimum.
+    experts_implementation: how transformers computes experts during tracing; its default can't be converted.
+    patches: functions of ``patches.py`` to call before the export.
+    remote_code: the checkpoint has its own code, which needs ``--trust-remote-code``.
+    untested: this project's tests never export it.
     """
 
     environment: Environment | None = None
@@ -50,7 +50,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), Family(ignores_version_limit=True)
     ),
-    # Inherits a limit of 5.0 beside its own of 5.5. Some have experts.
+    # Inherits a limit of 5.0 in addition to its own of 5.5. Some have experts.
     "gemma4_text": Family(
         ignores_version_limit=True, experts_implementation="batched_mm", patches=("shorten_dummy_window",)
     ),
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family(alias_of="mistral"),
     "olmo3": Family(alias_of="olmo2"),
     "glm4_moe": Family(alias_of="qwen3_moe", experts_implementation="batched_mm"),
-    # optimum's patches import cache classes that transformers 5.5 no longer has.
+    # optimum's patches import cache classes missing since transformers 5.5.
     "qwen3_5_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
     "qwen3_5_moe_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
     "lfm2": Family(TRANSFORMERS_5_2),
@@ -79,7 +79,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_mamba": Family(TRANSFORMERS_4_57, patches=("scan_mamba_in_a_loop",)),
     # optimum refuses them with transformers 5.
     **dict.fromkeys(("bitnet", "dbrx"), Family(TRANSFORMERS_4_57, untested=True)),
-    # The code that their checkpoints bring was written for transformers 4.
+    # The code in their checkpoints was written for transformers 4.
     **dict.fromkeys(
         ("aquila", "baichuan", "deci", "exaone", "internlm", "internlm2", "jais", "orion", "xverse"),
         OLD_REMOTE_CODE_FAMILY,
@@ -101,17 +101,17 @@ TEXT_MODEL_CLASSES = {
     "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
     "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
 }
-# Families of checkpoints whose config.json may have the text model's entries beside its own, without a ``text_config``.
+# Families of checkpoints without a ``text_config``: config.json may have the text model's entries next to its own.
 FLAT_CONFIG_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
 
 @dataclass(frozen=True)
 class TextOnlyFamily:
-    """A family that is the same as ``family`` for text alone.
+    """A family equal to ``family`` for text alone.
 
     A token of a text has the same position in time, height and width, so its three rotary embeddings are one.
 
-    config_defaults: of its config in transformers, where those of ``family`` differ.
+    config_defaults: of its config in transformers, where they differ from ``family``'s.
     """
 
     family: str
@@ -127,7 +127,7 @@ TEXT_ONLY_FAMILIES = {
     "qwen2_5_vl_text": TextOnlyFamily("qwen2", QWEN2_VL_DEFAULTS),
     "qwen3_vl_text": TextOnlyFamily("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
 }
-# Families that optimum registers, but whose export fails.
+# Families registered in optimum, but with a failing export.
 NEEDS_OLD_TRANSFORMERS = "optimum exports it only with transformers 4.55 and older"
 UNSUPPORTED_FAMILIES = {
     "mamba2": "unknown to optimum-intel",
@@ -151,10 +151,10 @@ def find_family(model_type: str, name: str) -> Family:
 
 
 def find_environments(names: Sequence[str]) -> dict[Environment, str]:
-    """Return the overlays that the families ``names``, or "all", need, each with the names of its families.
+    """Return the overlays for the families ``names``, or "all", each with the names of its families.
 
     Raises:
-        OvspecError: a family is unknown, or a name is that of a model.
+        OvspecError: a family is unknown, or a name is a model's.
     """
     families = {*FAMILIES, *TEXT_MODEL_CLASSES, *UNSUPPORTED_FAMILIES}
     known_pairs = read_known_pairs()
@@ -175,7 +175,7 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
 
 
 def describe_families() -> list[str]:
-    """Return a line for each family: its name, its environment, whether that is prepared, and its other needs."""
+    """Return a line for each family: its name, its environment, whether it is prepared, and its other needs."""
     outer_families = {
         text_family: [
             outer_family for outer_family, text_classes in TEXT_MODEL_CLASSES.items() if text_family in text_classes

@@ -1,8 +1,8 @@
-"""The folder an export writes: beside the output, locked, and renamed to the output's name at the end.
+"""The folder of an export in progress: next to the output, locked, and renamed to the output's name at the end.
 
-A process that is killed leaves ``.NAME.partial-*`` or, between two renames, ``.NAME.old``. The next export to the same
-place cleans up; loading the folder restores ``.NAME.old`` (``ovspec.setup.manifest.restore_backup``). Only folders with
-a manifest of ovspec are ever deleted; an unfinished folder has one that marks it as such.
+A killed process leaves ``.NAME.partial-*`` or, between two renames, ``.NAME.old``. The next export to the same place
+cleans up; loading the folder restores ``.NAME.old`` (``ovspec.setup.manifest.restore_backup``). Only folders with a
+manifest of ovspec are ever deleted; an unfinished folder has a manifest, too, marked as unfinished.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file manager
 
 
 def check_output_folder(output: Path, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` holds something that ovspec did not make or, without ``overwrite``, a pair."""
+    """Raise OvspecError if ``output`` has content not made by ovspec or, without ``overwrite``, a pair."""
     if output.exists() and not output.is_dir():
         raise OvspecError(f"{output}: is a file; choose another `output`.")
     restore_backup(output)
@@ -57,18 +57,18 @@ def check_files_closed(output: Path) -> None:
 
 
 def open_files_error(output: Path) -> OvspecError:
-    """Return the error for an export whose files are open."""
+    """Return the error for an export with open files."""
     advice = "stop the program using it, such as 'ovspec serve'"
     return OvspecError(f"{output}: its files are open, so the old export was kept; {advice}, and export again.")
 
 
 def find_foreign_file(folder: Path) -> str | None:
-    """Return a file in ``folder`` that its manifest doesn't list, or None."""
+    """Return a file in ``folder`` missing in its manifest, or None."""
     return next(find_foreign_files(folder), None)
 
 
 def find_foreign_files(folder: Path) -> Iterator[str]:
-    """Yield the files in ``folder`` that its manifest doesn't list; in an unfinished export all files are ours."""
+    """Yield the files in ``folder`` missing in its manifest; in an unfinished export all files are ours."""
     manifest = read_raw_manifest(folder)
     if manifest.get("unfinished"):
         return
@@ -83,7 +83,7 @@ def find_foreign_files(folder: Path) -> Iterator[str]:
 
 
 def read_raw_manifest(folder: Path) -> JsonObject:
-    """Return the manifest in ``folder`` as JSON; {} if there is none, or none that can be read."""
+    """Return the manifest in ``folder`` as JSON; {} if it is missing or unreadable."""
     try:
         return read_json(folder / MANIFEST_FILE)
     except OvspecError:
@@ -92,13 +92,13 @@ def read_raw_manifest(folder: Path) -> JsonObject:
 
 @contextlib.contextmanager
 def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
-    """Make a folder beside ``output`` that ``replace_folder`` can move into place; it is always gone afterwards.
+    """Make a folder next to ``output`` for ``replace_folder`` to move into place; it is always gone afterwards.
 
     Raises:
-        OvspecError: like ``check_output_folder``, or another export is writing ``output``, or its parent folder
-            can't be written.
+        OvspecError: like ``check_output_folder``, or another export is writing ``output``, or its parent folder can't
+            be written.
     """
-    # Beside the output, where every process that could write the output sees it.
+    # Next to the output, visible to every process that could write the output.
     lock_file = output.with_name(f".{output.name}.lock")
     lock = FileLock(lock_file)
     try:
@@ -114,7 +114,7 @@ def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
         check_output_folder(output, overwrite)
         check_files_closed(output)
         for partial_folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-            remove_export_folder(partial_folder)  # of an export that was killed, since we hold the lock
+            remove_export_folder(partial_folder)  # of a killed export, since we hold the lock
         new_folder = name_partial_folder(output)
         new_folder.mkdir()
         (new_folder / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
@@ -133,7 +133,7 @@ def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
 def replace_folder(new_folder: Path, output: Path) -> None:
     """Replace ``output`` by ``new_folder`` with renames only, which also works on Windows."""
     backup = backup_path(output)
-    discard_backup(backup)  # of a replacement that was killed before it cleaned up
+    discard_backup(backup)  # of a replacement killed before its cleanup
     with contextlib.suppress(OSError):
         output.rmdir()  # an empty folder need not be kept
     for attempt in range(5):
@@ -159,9 +159,9 @@ def replace_folder(new_folder: Path, output: Path) -> None:
 
 
 def discard_backup(backup: Path) -> None:
-    """Delete a backup that holds nothing but an export.
+    """Delete a backup, if it has only an export in it.
 
-    It is renamed first, so that it isn't taken for an export when half deleted.
+    It is renamed first, so that half a folder is never taken for an export.
     """
     if has_manifest(backup) and not find_foreign_file(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
@@ -171,7 +171,7 @@ def discard_backup(backup: Path) -> None:
 
 
 def remove_export_folder(folder: Path) -> None:
-    """Delete a folder that ovspec made; its manifest goes last, so that the folder is recognised until then."""
+    """Delete a folder made by ovspec; its manifest goes last, to keep the folder recognisable until then."""
     if has_manifest(folder):
         for path in folder.iterdir():
             if path.name != MANIFEST_FILE:
@@ -184,7 +184,7 @@ def remove_export_folder(folder: Path) -> None:
 
 
 def name_partial_folder(output: Path) -> Path:
-    """Return a name for a folder that is not an export yet, or no longer one."""
+    """Return a name for a folder that is not yet, or no longer, an export."""
     return output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
 
 

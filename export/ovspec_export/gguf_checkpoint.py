@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint made of a GGUF file, which is then exported like any other.
+"""A Hugging Face checkpoint made from a GGUF file, then exported like any other.
 
 The config and the tokenizer come from the file's metadata, the weights through transformers' names for ggml's tensors.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 GGML_BF16 = 30  # ggml's number of the type
-SHARD_BYTES = 4_000_000_000  # bytes of weights that are held in memory before they are written
+SHARD_BYTES = 4_000_000_000  # bytes of weights to collect in memory before writing them
 
 
 def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) -> Source:
@@ -50,7 +50,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
 
 
 def write_kept_gguf_checkpoint(source: GgufSource, folder: Path) -> Source:
-    """Write the config and the tokenizer of a GGUF file into ``folder``, from which its weights are read later.
+    """Write the config and the tokenizer of a GGUF file into ``folder``; its weights are read later.
 
     Raises:
         OvspecError: the tokenizer isn't understood, or the disk is full.
@@ -85,10 +85,10 @@ def write_json_file(file: Path, entries: JsonObject) -> None:
 
 
 def write_gguf_weights(headers: GgufHeaders, folder: Path, dtype: str) -> None:
-    """Write the tensors of a GGUF file beside the config.json in ``folder``, and the class of its model into that.
+    """Write the tensors of a GGUF file next to the config.json in ``folder``, and its model class into the config.
 
     Raises:
-        OvspecError: the model that the config describes has no place for a tensor.
+        OvspecError: the config's model has no place for a tensor.
     """
     import torch
     from safetensors.torch import save_file
@@ -137,7 +137,7 @@ def convert_gguf_tensor(
     hf_shapes: dict[str, tuple[int, ...]],
     tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Add a tensor of the file to ``tensors``, under the name and in the layout that transformers has for it."""
+    """Add a tensor of the file to ``tensors``, under transformers' name and in its layout."""
     import torch
 
     processor_options = {"tensor_key_mapping": hf_names, "parsed_parameters": {"tensors": tensors}}
@@ -154,5 +154,5 @@ def convert_gguf_tensor(
     weights = np.array(processed_tensor.weights, np.float32)
     shape = hf_shapes.get(hf_names[processed_tensor.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:
-        weights = weights.reshape(shape)  # files differ in whether a matrix of one row is stored as a vector
+        weights = weights.reshape(shape)  # files differ in the shape of a matrix with one row, or a vector
     tensors[hf_names[processed_tensor.name]] = torch.from_numpy(weights)

@@ -1,7 +1,7 @@
-"""The config of the Hugging Face checkpoint that a GGUF file was made from, written anew from its metadata.
+"""The config of a GGUF file's original Hugging Face checkpoint, reconstructed from its metadata.
 
-transformers' own reader leaves out what it has no name for (scaled rotary embeddings, soft caps, widths of experts), so
-that its model computes something else. Here an entry that isn't understood is refused.
+transformers' own reader omits unknown entries (scaled rotary embeddings, soft caps, widths of experts), so its model
+computes something else. Here an unknown entry is an error.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ GEMMA_KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq",
 }
 TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-# Keys that are read elsewhere in this file, or that repeat others.
+# Keys read elsewhere in this file, or redundant.
 KEYS_READ_ELSEWHERE = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
-# Kinds of files beside that of a whole model (general.type) -> advice.
+# Kinds of files other than a whole model (general.type) -> advice.
 PARTIAL_MODEL_KINDS = {
     "mmproj": "the vision or audio part of a model; give the file with the text model",
     "adapter": "an adapter; merge it into its model, and export the merged model",
@@ -62,12 +62,12 @@ SAMPLING_KEYS = {
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """The way in which the config of a family follows from ggml's metadata.
+    """The derivation of a family's config from ggml's metadata.
 
     model_type: transformers' name of the family.
-    config_keys: entries of the metadata beside ``COMMON_KEYS``, and their names in config.json.
-    derive_entries: makes entries that follow from others or from the tensors.
-    rotates_whole_heads: all values of a head are rotated; otherwise the metadata says how many.
+    config_keys: entries of the metadata in addition to ``COMMON_KEYS``, and their names in config.json.
+    derive_entries: derives entries from other entries or from the tensors.
+    rotates_whole_heads: all values of a head are rotated; otherwise the metadata has their number.
     """
 
     model_type: str
@@ -103,7 +103,7 @@ def derive_phi3_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
 
 
 def derive_gemma_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
-    # Only the 27B models divide by another width than that of a head; llama.cpp knows them by their layers, too.
+    # Only the 27B models divide by another width than a head's; llama.cpp recognises them by their layers, too.
     largest_layer_count, rope_base = {"gemma2": (46, 1e4), "gemma3": (62, 1e6)}[headers.architecture]
     if config["num_hidden_layers"] == largest_layer_count:
         attention_scalar = config["hidden_size"] // config["num_attention_heads"]
@@ -182,8 +182,7 @@ def build_config(headers: GgufHeaders) -> JsonObject:
     """Return the entries of config.json for the model in a GGUF file.
 
     Raises:
-        OvspecError: the family isn't known, the file holds something else than a language model, or its metadata has
-            an entry that isn't understood.
+        OvspecError: the family is unknown, the file isn't a language model, or its metadata has an unknown entry.
     """
     check_model_kind(headers)
     architecture = GGUF_ARCHITECTURES[headers.architecture]
@@ -272,7 +271,7 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
         raise ValueError(f"the unknown RoPE scaling {scaling_method!r}")
-    if headers.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
+    if headers.architecture == "gemma3":  # its layers with a window aren't scaled, as this form says
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
         return {
@@ -282,9 +281,9 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
 
 
 def read_llama3_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
-    """Return the scaling of Llama 3.1 and later, of which the file holds only the resulting factor of each frequency.
+    """Return the scaling of Llama 3.1 and later; the file has only the resulting factor of each frequency.
 
-    The factors are computed from the parameters that all these models share, and must be the same.
+    The factors are recomputed from the parameters shared by all these models, and must be the same.
     """
     stored_factors = headers.tensors["rope_freqs.weight"].read_values()
     scaling = {
@@ -303,7 +302,7 @@ def read_llama3_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
 
 
 def build_generation_config(headers: GgufHeaders, eos_ids: list[int]) -> JsonObject:
-    """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
+    """Return the entries of generation_config.json: the EOS and BOS tokens, and the recommended sampling."""
     generation_config: JsonObject = {
         "eos_token_id": eos_ids,
         "bos_token_id": headers.metadata.get("tokenizer.ggml.bos_token_id"),

@@ -72,7 +72,7 @@ class TensorInfo:
         return GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
 
     def list_parts(self) -> list[TensorInfo]:
-        """Return the tensors without its first axis that follow each other in it."""
+        """Return its consecutive parts along the first axis, as tensors without this axis."""
         part_bytes = math.prod(self.stored_byte_shape[1:])
         return [
             replace(self, offset=self.offset + number * part_bytes, shape=self.shape[1:])
@@ -250,7 +250,7 @@ class GgufHeaderReader:
 
 
 def check_tensor_types(tensors: dict[str, TensorInfo]) -> None:
-    """Raise OvspecError if weights are stored in a type that can't be converted."""
+    """Raise OvspecError for weights of a type that can't be converted."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -1,4 +1,4 @@
-"""The ways in which byte-level BPE of a GGUF file cuts texts into words, by their names in ``tokenizer.ggml.pre``."""
+"""The rules by which a GGUF file's byte-level BPE cuts texts into words, by their names in ``tokenizer.ggml.pre``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Regular expressions, each cutting the pieces that the one before it left; matches and the rest become words.
+    """Regular expressions, each cutting the pieces left by the last; matches and the rest become words.
 
-    ``ignore_merges``: a word that is a token is taken whole. ``add_bos``: unless the file says otherwise.
+    ``ignore_merges``: a word in the vocabulary stays whole. ``add_bos``: unless the file says otherwise.
     ``spelt_in_bytes``: False for words of characters, with U+2581 for spaces, as in SentencePiece.
     """
 
@@ -33,7 +33,7 @@ CAMEL_CASE = [
     rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL_LETTER}+{SMALL_LETTER}*",
 ]
 CAMEL_CASE_CONTRACTED = "|".join(rf"{part}(?:{CONTRACTION})?" for part in CAMEL_CASE)
-# Digits in groups of three, counted from the last one; the first goes with the text before it, as in llama.cpp.
+# Digits in groups of three, counted from the last digit; the first group includes the text before it, as in llama.cpp.
 THOUSANDS = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 # The same for ASCII digits, among others: each match begins where a multiple of three is left of them.
 DIGIT_TRIPLES_LEFT = r"(?:[0-9]{3})+(?![0-9])"
@@ -78,7 +78,7 @@ EXAONE_MOE = rf"{CONTRACTION}|{EXAONE_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n
 MINICPM5 = rf"{CONTRACTION}|{WORD}|\p{{N}}+|{SYMBOLS}"
 LINES = r"[^\n]+|\n+"
 
-# Names that share a row are separated by spaces.
+# Names in the same row are separated by spaces.
 PRETOKENIZERS_BY_NAMES = {
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}")),
     "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling": PreTokenizer((GPT2,)),

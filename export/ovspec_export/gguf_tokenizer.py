@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, built from the file's metadata so that it gives the ids that llama.cpp gives."""
+"""The tokenizer of a GGUF file, built from the file's metadata to yield llama.cpp's ids."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPACE_SYMBOL = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
-NONCHARACTER = "\U0010ffff"  # marks places in a text; Unicode gives it no meaning, so texts don't have it
+NONCHARACTER = "\U0010ffff"  # marks places in a text; meaningless in Unicode, so never in texts
 TEMPLATE_KEY = "tokenizer.chat_template"
 HF_ROLE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 # Special tokens of Phi-3 without the white space after them.
@@ -38,10 +38,10 @@ SPACE_KEEPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_gguf_tokenizer(entries: JsonObject, name: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that the metadata entries of the GGUF file ``name`` describe.
+    """Return the tokenizer for the metadata entries of the GGUF file ``name``.
 
     Raises:
-        OvspecError: it is of a kind that can't be built, or the metadata is damaged.
+        OvspecError: its kind isn't supported, or the metadata is damaged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -72,7 +72,7 @@ def read_end_ids(entries: JsonObject, name: str = "the GGUF file") -> list[int]:
 
 
 def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer | None:
-    """Return how texts are cut into words; None for SentencePiece, which doesn't cut them."""
+    """Return the rules for cutting texts into words; None for SentencePiece, which doesn't cut them."""
     if metadata.model == "llama":
         return None
     if metadata.model not in ("gpt2", "gemma4"):
@@ -92,7 +92,7 @@ def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer
 def build_byte_level_bpe(
     metadata: TokenizerMetadata, vocabulary: GgufVocabulary, pre_tokenizer: PreTokenizer, name: str
 ) -> Tokenizer:
-    """Return BPE of words, which are spelt in bytes or, with a fallback to bytes, in characters."""
+    """Return BPE of words, spelt in bytes or, with a fallback to bytes, in characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     merges = read_merges(metadata, vocabulary.token_ids, name)
@@ -110,7 +110,7 @@ def build_byte_level_bpe(
 
 
 def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabulary, name: str) -> Tokenizer:
-    """Return SentencePiece's BPE: the two neighbours that make the token with the best score are merged first."""
+    """Return SentencePiece's BPE: it first merges the two neighbours with the best-scored token as their result."""
     scores = list(metadata.scores or [0.0] * len(vocabulary.tokens))
     if len(scores) < len(vocabulary.tokens):
         raise damaged_tokenizer_error(name, f"{len(vocabulary.tokens)} tokens have {len(scores)} scores")
@@ -122,7 +122,7 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
         if not metadata.add_space_prefix:
             separate_symbols = make_spaces_normal_tokens(vocabulary, scores)
         merges = list(derive_merges(vocabulary, scores))
-    else:  # converted from a checkpoint that has merges instead
+    else:  # converted from a checkpoint with merges instead
         merges = read_merges(metadata, vocabulary.token_ids, name)
     tokenizer = build_character_bpe(vocabulary, merges, metadata.add_space_prefix)
     if separate_symbols:
@@ -148,9 +148,9 @@ def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]
 
 
 def keep_symbols_apart(tokenizer: Tokenizer) -> None:
-    """Cut a text where the symbol for a space itself stands beside a space or another such symbol.
+    """Cut a text between the symbol for a space itself and a space or another such symbol.
 
-    The tokens for several spaces, which ``make_spaces_normal_tokens`` spells with the symbol, are for spaces alone.
+    The tokens for several spaces, spelt with the symbol by ``make_spaces_normal_tokens``, are for spaces alone.
     """
     from tokenizers import Regex, normalizers, pre_tokenizers
 
@@ -162,10 +162,10 @@ def keep_symbols_apart(tokenizer: Tokenizer) -> None:
 
 
 def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -> bool:
-    """Make normal tokens of user-defined tokens for several spaces, as in Gemma's files.
+    """Turn user-defined tokens for several spaces, as in Gemma's files, into normal tokens.
 
-    Merged before all others, they are found where they would be found in the text. OpenVINO's tokenizer would miss
-    some of them. Returns whether the file spells them with spaces, so that they don't stand for symbols.
+    Merged before all others, they are found in the same places of the text. OpenVINO's tokenizer would miss some of
+    them. Returns whether the file spells them with spaces, so they must not match the symbols.
     """
     are_spelt_with_spaces = False
     token_ids = vocabulary.token_ids
@@ -190,23 +190,23 @@ def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -
 
 
 def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of tokens that make a token, the best token first; of equally good ones, the longest first.
+    """Yield the pairs of tokens that form a token, the best token first; of equally good tokens, the longest first.
 
-    So a run of spaces or of line ends, whose tokens share a score, grows from its left end.
+    So a run of spaces or of line ends, with tokens of equal score, grows from its left end.
     """
     token_ids = vocabulary.token_ids
     scored_tokens = zip(scores, vocabulary.tokens, strict=False)
     for _, token in sorted(
         scored_tokens, key=lambda scored_token: (scored_token[0], len(scored_token[1])), reverse=True
     ):
-        # Of two pairs that overlap, SentencePiece merges the left one: in "ab a ba", that is the one cut further right.
+        # Of two overlapping pairs, SentencePiece merges the left one: in "ab a ba", the pair cut further right.
         for cut_index in range(len(token) - 1, 0, -1):
             if token[:cut_index] in token_ids and token[cut_index:] in token_ids:
                 yield token[:cut_index], token[cut_index:]
 
 
 def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: str) -> list[tuple[str, str]]:
-    """Return the file's merges, the first first; raise OvspecError if there are none or one doesn't fit the tokens."""
+    """Return the file's merges in order; raise OvspecError if there are none or one doesn't fit the tokens."""
     if not metadata.merges:
         raise damaged_tokenizer_error(name, "it has no merges")
     merges = {}
@@ -221,7 +221,7 @@ def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: st
 
 
 def add_special_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, is_phi3: bool) -> None:
-    """Make the tokens that are found in a text before it is cut: special and user-defined ones."""
+    """Add the tokens to find in a text before it is cut: special and user-defined tokens."""
     from tokenizers import AddedToken
 
     tokenizer.add_tokens(
@@ -271,7 +271,7 @@ def read_gguf_templates(entries: JsonObject, name: str) -> dict[str, str]:
         if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}.")
     }
     for key, template in templates.items():
-        if not isinstance(template, str) or not re.fullmatch(r"[\w-]+", key):  # the name becomes that of a file
+        if not isinstance(template, str) or not re.fullmatch(r"[\w-]+", key):  # the name becomes a file name
             problem = f"the chat template {quote_shortened(key)} is not text, or has an invalid name"
             raise damaged_tokenizer_error(name, problem)
     return templates

@@ -26,13 +26,13 @@ NAME_CHECKPOINT_ADVICE = "give the head's checkpoint instead"
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The sizes of a head that have to fit its target.
+    """The sizes of a head to compare with its target.
 
-    states_width: of the states that it reads, of ``tap_count`` layers together.
-    tap_layers: these layers, or None for the default; none of them if it reads what the lm_head reads.
-    proposed_ids: the target's ids of the tokens that it can propose.
-    is_proposable: for each of the target's ids, whether it can propose it.
-    has_own_embedding, has_own_lm_head: whether it has them; else they are made of the target's embedding.
+    states_width: of its input states, of ``tap_count`` layers together.
+    tap_layers: these layers, or None for the default; empty for the lm_head's input.
+    proposed_ids: the target's ids of the head's tokens.
+    is_proposable: for each of the target's ids, whether the head can propose it.
+    has_own_embedding, has_own_lm_head: whether it has them; otherwise they are made from the target's embedding.
     """
 
     hidden_size: int
@@ -96,7 +96,7 @@ def read_mtp_sizes(layer: MtpSource) -> HeadSizes:
 
 
 def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
-    """Return the sizes of a head that ovspec exported."""
+    """Return the sizes of a head exported by ovspec."""
     check_weights_file(head.path / MODEL_FILE)
     try:
         model = openvino_core().read_model(head.path / MODEL_FILE)
@@ -124,10 +124,10 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
 
 
 def check_head_fits(target: Source, head: HeadSource) -> list[int]:
-    """Return the target's layers whose inputs the head reads; none if it reads what the lm_head reads.
+    """Return the target's layers with inputs for the head; empty for the lm_head's input.
 
     Raises:
-        OvspecError: the head was made for a target of another width, vocabulary or number of layers.
+        OvspecError: the head belongs to a target of another width, vocabulary or number of layers.
     """
     sizes = read_head_sizes(head)
     refusal = f"{head.name} cannot draft for {target.name}:"
@@ -161,7 +161,7 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
 
 
 def check_head_token_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
-    """Raise OvspecError if the tokens that a head can propose aren't different tokens of the target."""
+    """Raise OvspecError unless the head's tokens are distinct tokens of the target."""
     proposed_ids = sizes.proposed_ids
     lowest_id = proposed_ids.min()
     highest_id = proposed_ids.max()

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads as AngelSlim, SpecForge and speculators write them: their sizes, options and tensors.
+"""EAGLE-3 heads in the formats of AngelSlim, SpecForge and speculators: their sizes, options and tensors.
 
-A head is one decoder layer that drafts from the target's hidden states: entry i holds token i + 1 and a feature fused
-from what some layers of the target read at position i. It predicts token i + 2, and its own output is the next
-entry's feature where the target has computed none yet.
+A head is one decoder layer for drafting from the target's hidden states: entry i has token i + 1 and a feature fused
+from some target layers' inputs at position i. It predicts token i + 2, and its own output is the next entry's feature
+where the target has computed none yet.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
-LAYER_CONFIG_ENTRY = "transformer_layer_config"  # the entry of a config of speculators that describes the decoder layer
+LAYER_CONFIG_ENTRY = "transformer_layer_config"  # the decoder layer's entry in a config of speculators
 LAYER_IDS_ENTRY = "eagle_aux_hidden_state_layer_ids"
 HEAD_FAMILIES = ("llama", "qwen3")
-SUPPORTED_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies don't depend on the length of the text
+SUPPORTED_ROPES = ("default", "linear", "llama3", "yarn")  # with frequencies independent of the text's length
 DEFAULT_TAP_COUNT = 3
-# Tensors that only training needs, or that follow from the config.
+# Tensors needed only in training, or implied by the config.
 IGNORED_TENSORS = re.compile(r"verifier_|(.*\.)?rotary_emb\.|[dt]2[dt]$")
 
 
@@ -28,10 +28,10 @@ IGNORED_TENSORS = re.compile(r"verifier_|(.*\.)?rotary_emb\.|[dt]2[dt]$")
 class HeadLayout:
     """Sizes and options of a head.
 
-    vocab_size: the number of the target's tokens. draft_vocab_size: the number of tokens that it can propose.
-    tap_count: the number of the target's layers that a feature is fused from. target_hidden_size: the width of each.
-    tap_layers: these layers, of which the inputs are read; None for the default, which depends on the target.
-    fused_norm: where the fused states are normalised: "" for nowhere, "before_fc" (together) or "fc" (each layer's).
+    vocab_size: the number of the target's tokens. draft_vocab_size: the number of the head's tokens.
+    tap_count: the number of target layers fused into a feature. target_hidden_size: the width of each.
+    tap_layers: these layers, by their inputs; None for the default, which depends on the target.
+    fused_norm: the place of the fused states' norm: "" for none, "before_fc" (together) or "fc" (each layer's).
     norm_before_residual: the residual is the normalised feature.
     norm_before_head: the lm_head reads the normalised output.
     norm_output: the normalised output is the next feature, too.
@@ -63,7 +63,7 @@ class HeadLayout:
     biased_layers: frozenset[str] = frozenset()
 
     def tensor_shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of its tensors, by the names that ``EagleHead`` has for them."""
+        """Return the shapes of its tensors, by ``EagleHead``'s names."""
         width = self.hidden_size
         query_width = self.head_count * self.head_dim
         key_width = self.kv_head_count * self.head_dim
@@ -96,7 +96,7 @@ class HeadLayout:
 
 
 def is_head_config(config: JsonObject) -> bool:
-    """Return whether a config.json is that of an EAGLE-3 head."""
+    """Return whether a config.json belongs to an EAGLE-3 head."""
     architectures = config.get("architectures")
     architecture_names = {str(name) for name in architectures} if isinstance(architectures, list) else set()
     # EAGLE's authors call theirs a Llama.
@@ -106,7 +106,7 @@ def is_head_config(config: JsonObject) -> bool:
 
 
 def flatten_head_config(config: JsonObject) -> JsonObject:
-    """Return a head's config with the entries of its layer beside the others, where speculators nests them."""
+    """Return a head's config, flat; speculators nests the layer's entries."""
     flat_config = dict(config)
     layer_config = config.get(LAYER_CONFIG_ENTRY)
     if isinstance(layer_config, dict):
@@ -120,10 +120,10 @@ def map_to_eagle_head_name(name: str) -> str:
 
 
 def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], name: str) -> HeadLayout:
-    """Return the layout by the config and the shapes of the tensors of a head.
+    """Return the layout from the config and the shapes of a head's tensors.
 
     Raises:
-        OvspecError: it has a part that isn't supported, lacks a tensor, or the two contradict each other.
+        OvspecError: it has an unsupported part, lacks a tensor, or config and tensors contradict each other.
     """
     flat_config = flatten_head_config(config)
     tensor_shapes = {map_to_eagle_head_name(tensor_name): list(shape) for tensor_name, shape in shapes.items()}
@@ -189,7 +189,7 @@ def build_head_layout(
         qk_norm=config.get("model_type") == "qwen3",
         fused_norm=fused_norm,
         norm_before_residual=bool(config.get("norm_before_residual")),
-        # The same name says whether the lm_head reads normalised states, which is the usual, or the next entry, too.
+        # The same name says whether the lm_head reads normalised states, as usual, or the next entry does, too.
         norm_before_head=is_speculators or config.get("norm_output") is not False,
         norm_output=is_speculators and bool(config.get("norm_output")),
         rope_config={name: config[name] for name in rope_entries if config.get(name) is not None},
@@ -200,9 +200,9 @@ def build_head_layout(
 
 
 def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
-    """Return the layers of the target whose inputs a head reads, or None if its config names none.
+    """Return the target's layers with inputs for a head, or None if its config has none.
 
-    speculators names them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
+    speculators numbers them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
     """
     if config.get(LAYER_IDS_ENTRY):
         return tuple(int(layer) for layer in config[LAYER_IDS_ENTRY])
@@ -213,12 +213,12 @@ def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
 
 
 def choose_default_tap_layers(layer_count: int) -> list[int]:
-    """Return the layers of a target whose inputs a head reads if its config names none."""
+    """Return the target's layers with inputs for a head if the head's config has none."""
     return [2, layer_count // 2, layer_count - 3]
 
 
 def choose_new_head_tap_layers(layer_count: int) -> list[int]:
-    """Return the layers of a target whose inputs a new head reads."""
+    """Return the target's layers with inputs for a new head."""
     tap_layers = choose_default_tap_layers(layer_count)
     if tap_layers[0] < tap_layers[1] < tap_layers[2]:
         return tap_layers
@@ -226,7 +226,7 @@ def choose_new_head_tap_layers(layer_count: int) -> list[int]:
 
 
 def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: str) -> None:
-    """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. tensor_names: empty if not known yet."""
+    """Raise OvspecError if a head has parts unknown to ``EagleHead``. tensor_names: empty if not known yet."""
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
         raise OvspecError(

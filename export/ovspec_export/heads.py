@@ -2,9 +2,9 @@
 
 The IR has the inputs ``input_ids`` [batch, new] (or ``inputs_embeds`` [batch, new, hidden] for a head without
 embeddings), ``hidden_states`` [batch, new, hidden], ``attention_mask`` [batch, past + new], ``position_ids`` and
-``beam_idx``, and the outputs ``logits`` [batch, new, draft vocabulary] and ``hidden`` [batch, new, hidden], which is
-the next entry's feature. A branch of its own makes ``fused`` [batch, new, hidden] of ``target_hidden_states``
-[batch, new, taps * width]. ``d2t`` [draft vocabulary] is constant: the target's id of token i is i + d2t[i].
+``beam_idx``, and the outputs ``logits`` [batch, new, draft vocabulary] and ``hidden`` [batch, new, hidden], the next
+entry's feature. A separate branch computes ``fused`` [batch, new, hidden] from ``target_hidden_states`` [batch, new,
+taps * width]. ``d2t`` [draft vocabulary] is constant: the target's id of token i is i + d2t[i].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ovspec_export.kept_export import read_kept_embedding
 from ovspec_export.kept_weights import has_kept_weights
 from ovspec_export.pickled import read_pickled_tensors
 
-# Ends of the name that families have for the embedding of tokens.
+# Ends of the families' names for the token embedding.
 EMBEDDING_NAMES = [[name, "weight"] for name in ("embed_tokens", "wte", "word_embeddings", "embed_in")]
 KeyValueCache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads, slots, head_dim]
 
@@ -39,8 +39,8 @@ KeyValueCache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads,
 class HeadModule(Protocol):
     """An EAGLE-3 head or an MTP layer.
 
-    output_names: of its outputs but the longer cache, which comes after them.
-    target_ids: the target's ids of the tokens that it can propose, (n,) int64; None for all.
+    output_names: of its outputs except the longer cache, which comes after them.
+    target_ids: the target's ids of its tokens, (n,) int64; None for all.
     """
 
     @property
@@ -63,7 +63,7 @@ class HeadModule(Protocol):
 
 
 class HeadAttention(nn.Module):
-    """Attention whose queries, keys and values are made of an embedding and a feature, side by side."""
+    """Attention with queries, keys and values from an embedding and a feature, concatenated."""
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class EagleHead(nn.Module):
 
     @property
     def target_ids(self) -> np.ndarray:
-        """The target's ids of the tokens that it can propose, (n,) int64."""
+        """The target's ids of its tokens, (n,) int64."""
         return self.d2t.numpy() + np.arange(len(self.d2t))
 
     def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def make_causal_mask(attention_mask: Tensor, new_count: int) -> Tensor:
 
 
 def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
-    """Return a config with the entries that transformers' rotary embedding reads: of the sizes, only head_dim."""
+    """Return a config with the entries for transformers' rotary embedding: of the sizes, only head_dim."""
     config_entries = dict(layout.rope_config)
     for name in ("rope_scaling", "rope_parameters"):
         if name in config_entries:
@@ -237,8 +237,8 @@ def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
 def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
     """Return the head of a checkpoint, with weights in f32. embedding: the target's.
 
-    An embedding that equals the target's to the bit is left out. A head without an lm_head gets the rows of its tokens
-    in the embedding.
+    An embedding equal to the target's, to the bit, is left out. A head without an lm_head gets its tokens' rows of the
+    embedding.
     """
     stored_tensors = read_checkpoint_tensors(folder)
     shapes = {stored_name: list(tensor.shape) for stored_name, tensor in stored_tensors.items()}
@@ -288,7 +288,7 @@ def read_target_embedding(folder: Path) -> Tensor | None:
 
 
 def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint: safetensors, or else pickled files, of which only tensors are read."""
+    """Return the tensors of a checkpoint: safetensors, or else pickled files, reading nothing but tensors."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("model*.safetensors"))
@@ -301,7 +301,7 @@ def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
 def convert_head_to_ir(head: HeadModule, tap_layers: list[int]) -> ov.Model:
     """Return a head as a stateful model.
 
-    tap_layers: the target's layers whose inputs it reads; none for the lm_head's input.
+    tap_layers: the target's layers with inputs for the head; empty for the lm_head's input.
     """
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: files are fetched by huggingface_hub into its own cache, with errors that say what to do."""
+"""The Hugging Face hub: huggingface_hub fetches files into its own cache; errors here say what to do."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ovspec.base.progress import format_size, show_step
 FIRST_SHARD = re.compile(r"-00001-of-\d{5}$")
 QUANTIZATION_SUFFIX = re.compile(r"[.-]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)
 LATER_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror)  # OSErrors that aren't the disk's
+NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror)  # OSErrors not caused by the disk
 PROJECTOR_PREFIX = "mmproj"  # begins the names of GGUF files for images
 
 
 @dataclass(frozen=True)
 class Repository:
-    """The files of a repository at one commit. sizes: their sizes in bytes, by path; 0 for an unknown one."""
+    """The files of a repository at one commit. sizes: their sizes in bytes, by path; 0 if unknown."""
 
     commit: str
     sizes: dict[str, int]
@@ -34,10 +34,10 @@ class Repository:
 def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
     """Download a hub model's files that match ``patterns`` but not ``ignored_patterns``; return their folder.
 
-    Files that are in the hub's cache aren't downloaded again. ``name`` is for messages.
+    Files in the hub's cache aren't downloaded again. ``name`` is for messages.
 
     Raises:
-        OvspecError: they can't be had.
+        OvspecError: they are unavailable.
     """
     from huggingface_hub import snapshot_download
 
@@ -55,12 +55,12 @@ def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: li
 
 
 def read_repository(name: str, hub: HubName) -> Repository:
-    """Return the files of a repository; without a network, the files of it that are in the hub's cache.
+    """Return the files of a repository; without a network, its files in the hub's cache.
 
     ``name`` is for messages.
 
     Raises:
-        OvspecError: there is no such repository or revision, or it can't be reached and isn't in the cache.
+        OvspecError: the repository or revision doesn't exist, or is neither reachable nor in the cache.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub import errors as hub_errors
@@ -80,7 +80,7 @@ def read_repository(name: str, hub: HubName) -> Repository:
 
 
 def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str], ignored_patterns: str = "") -> int:
-    """Return the bytes of the files that ``download_snapshot`` would fetch, those in the hub's cache left out."""
+    """Return the size of the files for ``download_snapshot`` to fetch, without files in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     return sum(
@@ -93,7 +93,7 @@ def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str],
 
 
 def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[str]:
-    """Return the GGUF file in a repository that a hub id names, with all its shards, the first one first.
+    """Return a repository's GGUF file for a hub id, with all its shards in order.
 
     Raises:
         OvspecError: there is none of this quantisation; the message lists the others.
@@ -164,7 +164,7 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
 
 
 def make_bytes_shower(show: Callable[[str], object]) -> type[Any]:
-    """Return a class for huggingface_hub's bars of progress that calls ``show`` with the bytes, and draws nothing."""
+    """Return a class for huggingface_hub's progress bars that calls ``show`` with the bytes, and draws nothing."""
     from tqdm import tqdm
 
     class BytesShower(tqdm):  # type: ignore[type-arg]

@@ -1,6 +1,6 @@
-"""Quantised weights that an export keeps: where they are, and what form each kind of tensor takes in the IR.
+"""Quantised weights kept in an export: their place, and the form of each kind of tensor in the IR.
 
-A checkpoint whose weights are elsewhere has the file ``WEIGHTS_FILE`` in their place, which names them.
+In a checkpoint with its weights elsewhere, the file ``WEIGHTS_FILE`` refers to them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class KeptWeights(Protocol):
     """
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter that the source has."""
+        """Return the shape of each parameter in the source."""
         ...
 
     def list_matrices(self) -> dict[str, bool]:
-        """Return the matrices that are kept, and whether the model has rows and columns the other way round.
+        """Return the kept matrices, and whether each is transposed in the model.
 
-        So are those of experts, which aren't among them. The other parameters are small, and become f32.
+        Experts' matrices, not included, are transposed. The other parameters are small, and become f32.
         """
         ...
 
@@ -58,13 +58,13 @@ class KeptWeights(Protocol):
         ...
 
     def describe_kind(self, name: str) -> str:
-        """Return the source's name for the way in which a matrix is stored."""
+        """Return the source's name for a matrix's storage format."""
         ...
 
 
 @dataclass
 class KeptForms:
-    """The forms that matrices took, by the source's kind of tensor, and how many each."""
+    """The resulting forms of matrices, by the source's kind of tensor, and their counts."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -84,7 +84,7 @@ def has_kept_weights(folder: Path) -> bool:
 
 
 def write_first_layers_config(checkpoint: Path, layer_count: int, folder: Path) -> None:
-    """Copy a ``checkpoint`` whose weights are elsewhere to ``folder``, with a config of only its first layers."""
+    """Copy a ``checkpoint`` with its weights elsewhere to ``folder``, with a config of only its first layers."""
     shutil.copytree(checkpoint, folder)
     config: JsonObject = {
         name: layer_count if name in LAYER_KEYS else entry for name, entry in read_json(folder / "config.json").items()
@@ -97,7 +97,7 @@ def write_first_layers_config(checkpoint: Path, layer_count: int, folder: Path) 
 
 
 def read_forms(folder: Path) -> list[str]:
-    """Return a line about each kind of tensor from the file that an export left in ``folder``, and remove that."""
+    """Return a line about each kind of tensor from the file an export left in ``folder``, and delete the file."""
     file = folder / FORMS_FILE
     entries: list[tuple[str, str, int]] = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()

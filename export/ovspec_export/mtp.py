@@ -26,12 +26,12 @@ from ovspec_export.head_layout import HeadLayout
 from ovspec_export.heads import KeyValueCache, make_causal_mask
 from ovspec_export.mtp_layout import LAYER_PREFIX, MTP_ARCHITECTURE, QWEN_NAMES, find_mtp_layers, make_layer_config
 
-UNUSED_VOCAB_SIZE = 8  # of the embedding and the lm_head that transformers makes beside the layer
-OWN_PARTS = ("fc.", "embedding_norm.", "feature_norm.")  # that transformers doesn't make
+UNUSED_VOCAB_SIZE = 8  # of the embedding and the lm_head made by transformers along with the layer
+OWN_PARTS = ("fc.", "embedding_norm.", "feature_norm.")  # not made by transformers
 
 
 class AppendingCache:
-    """A cache of one layer, as transformers calls it: keys and values are appended to those before."""
+    """A cache of one layer with transformers' interface: new keys and values are appended."""
 
     def __init__(self, cache: KeyValueCache) -> None:
         self.keys, self.values = cache
@@ -46,11 +46,11 @@ class AppendingCache:
 
 
 class MtpLayer(nn.Module):
-    """A layer for multi-token prediction. Its logits are those of the target's lm_head.
+    """A layer for multi-token prediction. Its logits come from the target's lm_head.
 
-    model: a model of transformers whose only layer is this one.
-    target_ids: the ids of the tokens that it can propose, (n,) int64; None for all.
-    lm_head: the target's rows of the tokens that it can propose, in training.
+    model: a model of transformers with this layer as its only one.
+    target_ids: the ids of its tokens, (n,) int64; None for all.
+    lm_head: the target's rows of its tokens, in training.
     """
 
     output_names: tuple[str, ...] = (HIDDEN_OUTPUT, FUSION_OUTPUT)
@@ -69,7 +69,7 @@ class MtpLayer(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False)
 
     def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
-        """Return the features: what the target's lm_head reads, as it is."""
+        """Return the features: the input of the target's lm_head, unchanged."""
         return target_hidden_states
 
     def run_layer(
@@ -92,7 +92,7 @@ class MtpLayer(nn.Module):
         return states[0] if isinstance(states, tuple) else states, (cache.keys, cache.values)
 
     def compute_next_features(self, states: Tensor) -> Tensor:
-        """Return the features of the next entries, which the target's lm_head reads, too."""
+        """Return the features of the next entries, which are also the input of the target's lm_head."""
         return self.norm(states)
 
     def compute_logits(self, states: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def count_mtp_layers(folder: Path) -> int:
 
 
 def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: Any) -> tuple[MtpLayer, Any]:
-    """Return an MTP layer of the checkpoint in ``folder``, with weights in f32, and the model that holds it.
+    """Return an MTP layer of the checkpoint in ``folder``, with weights in f32, and the model around it.
 
     depth: number of layers before it. loading_options: of ``from_pretrained``.
 
@@ -178,7 +178,7 @@ def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: A
 
 
 def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str, loading_options: JsonObject) -> Any:
-    """Return a model of transformers with one layer and its norm, of tensors with this package's names."""
+    """Return a model of transformers with one layer and its norm, from tensors with this package's names."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -191,7 +191,7 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
             f"{folder}/model.safetensors",
             {"format": "pt"},
         )
-        load: Any = AutoModelForCausalLM.from_pretrained  # which returns a pair with this option
+        load: Any = AutoModelForCausalLM.from_pretrained  # returns a pair with this option
         model, loading_info = load(
             folder,
             dtype=torch.float32,
@@ -227,7 +227,7 @@ def write_layer_config(config: JsonObject, folder: Path) -> None:
 
 
 def save_mtp_layer(layer: MtpLayer, config: JsonObject, folder: Path) -> None:
-    """Write an MTP layer in bf16 as a checkpoint of its own, with Qwen's names. config: the target's."""
+    """Write an MTP layer in bf16 as a separate checkpoint, with Qwen's names. config: the target's."""
     old_prefixes = {new_prefix: old_prefix for old_prefix, new_prefix in QWEN_NAMES.items()}
     old_prefixes[LAYER_PREFIX] = "mtp.layers.0."
     tensors: dict[str, Tensor] = {}

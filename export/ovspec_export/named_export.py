@@ -1,4 +1,4 @@
-"""Exports of models that are only named: the format is chosen, and a line says what the export will cost."""
+"""Exports of models by name: the format is chosen automatically, and a line reports the cost in advance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ovspec_export.hub import choose_gguf_files, read_repository, sum_missing_by
 from ovspec_export.source_lookup import download_config, find_source
 from ovspec_export.sources import EXPORT_PATTERNS, SUBFOLDER_PATTERN, Source
 
-LARGE_MODEL_SHARE = 1 / 3  # of the memory: a model that would take more in int8 becomes int4
+LARGE_MODEL_SHARE = 1 / 3  # of the memory: a model with more in int8 becomes int4
 VNNI_FEATURES = frozenset({"avx_vnni", "avx512_vnni"})
 UNQUANTISED_GGUF = ("f16", "bf16", "f32")
 BYTES_PER_WEIGHT = {"float32": 4.0}  # of checkpoints, by the type in their config; others have 2
@@ -32,13 +32,13 @@ FETCHED_BYTES_PER_SECOND = 12.5e6
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model that is to be exported.
+    """The size of a model to export.
 
     name: of the model, at one commit if it is on the hub.
-    fetched_bytes: bytes that must still be fetched.
+    fetched_bytes: bytes still to fetch.
     weight_bytes: bytes of its weights as they are.
-    parameter_count: number of its weights; of a model on the hub estimated from their bytes.
-    keeps_weights: whether its weights are quantised or already an IR's, and are kept by default.
+    parameter_count: number of its weights; for a model on the hub, estimated from their bytes.
+    keeps_weights: whether its weights are quantised or already an IR's, and so kept by default.
     """
 
     name: str
@@ -57,10 +57,10 @@ class ModelSize:
 def export_named_model(
     target: str, draft: str | None, output: Path, weight_format: str | None, shown_name: str
 ) -> Manifest:
-    """Export a model, and a draft if one is named, after a line that says what that costs.
+    """Export a model, and a draft if there is one, after a line about the cost.
 
     Args:
-        target, draft: like those of ``export_pair``.
+        target, draft: as in ``export_pair``.
         output: the folder to write.
         weight_format: one of ``WEIGHT_FORMATS`` or "keep"; None to choose it by the model's size and the processor.
         shown_name: the name for the line.
@@ -80,10 +80,10 @@ def export_named_model(
 
 
 def measure_model(name: str) -> ModelSize:
-    """Return the size of a model; of one on the hub, only small files are fetched.
+    """Return the size of a model; on the hub, only small files are fetched.
 
     Raises:
-        OvspecError: the model can't be had or exported.
+        OvspecError: the model is unavailable or can't be exported.
     """
     hub = None if Path(name).exists() else parse_hub_name(name)
     if not hub:
@@ -108,14 +108,14 @@ def measure_model(name: str) -> ModelSize:
 
 
 def measure_local_model(name: str, source: Source) -> ModelSize:
-    """Return the size of a model whose files are here."""
+    """Return the size of a model with local files."""
     parameter_count = 0 if source.is_ir else source.parameter_count
     keeps_weights = source.is_ir or source.is_quantised
     return ModelSize(name, 0.0, float(source.size_in_bytes), float(parameter_count), keeps_weights)
 
 
 def choose_compression(size: ModelSize) -> Compression | None:
-    """Return the format for the weights of a model: None to keep quantised ones, else int8, or int4 for a large model.
+    """Return the format for a model's weights: None to keep quantised weights, else int8, or int4 for a large model.
 
     Without VNNI zero points cost time, so int8 is symmetric there.
     """
@@ -147,7 +147,7 @@ def describe_cost(name: str, sizes: Sequence[ModelSize], weight_format: str) -> 
 
 
 def check_room_for_files(sizes: Sequence[ModelSize]) -> None:
-    """Raise OvspecError unless the hub's cache has room for the files that must be fetched."""
+    """Raise OvspecError unless the hub's cache has room for the files to fetch."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     fetched_bytes = sum(size.fetched_bytes for size in sizes)

@@ -1,4 +1,4 @@
-"""Changes to optimum and transformers inside the process that exports, as ``families.py`` asks for them."""
+"""Changes to optimum and transformers inside the exporting process, as requested by ``families.py``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from openvino import Output
     from torch import Tensor
 
-# Names of tensors without which quantised weights mean nothing.
+# Names of essential tensors of quantised weights.
 QUANTISED_TENSORS = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
 
 
 def hide_torchvision() -> None:
-    """Make transformers believe that torchvision isn't installed; beside another torch, importing it would fail."""
+    """Make transformers believe that torchvision isn't installed; with another torch, importing it would fail."""
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def apply_splits_in_turn() -> None:
-    """Make OpenVINO's tokenizers cut a text by one regular expression after the other, not by all of them at once.
+    """Make OpenVINO's tokenizers cut a text by one regular expression after another, not by all of them at once.
 
-    It joins them to alternatives, so that the first no longer decides which text the second gets.
+    OpenVINO joins them to alternatives, so the first would no longer determine the second's input.
     """
     from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
 
@@ -36,10 +36,10 @@ def apply_splits_in_turn() -> None:
 
 
 def match_hugging_face_tokens() -> None:
-    """Make OpenVINO's BPE find the tokens that Hugging Face's finds.
+    """Make OpenVINO's BPE find the same tokens as Hugging Face's.
 
-    It takes a token that no merge makes wherever it stands in a text, such as Gemma's <s>, a normal token; and it
-    misses added tokens such as DeepSeek's "ö", because it takes their text for bytes in the alphabet of byte-level BPE.
+    It finds even unmergeable tokens, such as Gemma's <s>, a normal token, anywhere in a text; and it misses added
+    tokens such as DeepSeek's "ö", because it takes their text for bytes in the alphabet of byte-level BPE.
     """
     from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, create_string_constant_node
 
@@ -57,7 +57,7 @@ def match_hugging_face_tokens() -> None:
             for token, token_id in model["vocab"].items()
             if len(token) > 1 and token not in merged_tokens and not re.fullmatch("<0x[0-9A-F]{2}>", token)
         ]
-        if model.get("ignore_merges"):  # a word that is a token stays whole, whether or not merges make it
+        if model.get("ignore_merges"):  # a word in the vocabulary stays whole, with or without merges
             bpe_step.unmerged = []
         return bpe_step
 
@@ -103,7 +103,7 @@ def adapt_optimum(model_type: str) -> JsonObject:
 
 
 def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which optimum's changes to the model's experts apply; nothing else of it needs any."""
+    """Return a context for optimum's changes to the model's experts; nothing else needs any."""
     if not any("experts" in name for name, _ in model.named_parameters()):
         return contextlib.nullcontext()
     from optimum.exporters.tasks import TasksManager
@@ -113,7 +113,7 @@ def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContext
 
 
 def refuse_missing_tensors() -> None:
-    """Make ``from_pretrained`` refuse a checkpoint that lacks a tensor, which transformers would fill at random."""
+    """Make ``from_pretrained`` refuse a checkpoint with a missing tensor; transformers would fill it at random."""
     from transformers import PreTrainedModel
 
     original_load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def refuse_missing_tensors() -> None:
 
 
 def shorten_dummy_window() -> None:
-    """Trace Gemma 4 with as many slots in its windows as elsewhere, not with full ones, whose mask is another."""
+    """Trace Gemma 4 with as many slots in its windows as elsewhere, not with full windows, which have another mask."""
     from optimum.exporters.openvino.input_generators import Gemma4DummyPastKeyValuesGenerator as Generator
 
     original_generate = Generator.generate
@@ -154,7 +154,7 @@ def shorten_dummy_window() -> None:
 
 
 def pass_position_ids() -> None:
-    """Let Qwen3.5 use the input ``position_ids``, which optimum's forward function for text leaves out."""
+    """Let Qwen3.5 use the input ``position_ids``; optimum's forward function for text leaves it out."""
     from optimum.exporters.openvino.model_patcher import Qwen3_5ModelPatcher as Patcher
 
     original_initialize = Patcher.__init__

@@ -1,4 +1,4 @@
-"""The tensors of a file that torch.save wrote; nothing else in it is read, and none of it is run."""
+"""The tensors of a file written by torch.save; nothing else in it is read, and none of it is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the model that a name refers to: in a folder or GGUF file, or on the Hugging Face hub."""
+"""Find a model by name: in a folder or GGUF file, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ovspec_export.sources import (
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
-    """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
+    """Return the model named ``name``: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
 
     A hub id may end in ``@`` and a commit, tag or branch, and in ``:`` and the quantisation of a GGUF file.
 
@@ -58,7 +58,7 @@ def download_model(hub: HubName, name: str, trust_remote_code: bool) -> Source:
     """Download a hub model, or find it in the hub's cache.
 
     Raises:
-        OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
+        OvspecError: it is unavailable, or its config rules out an export; then no weights are downloaded.
     """
     source = download_config(hub, name, trust_remote_code)
     folder = source.path
@@ -71,10 +71,10 @@ def download_model(hub: HubName, name: str, trust_remote_code: bool) -> Source:
 
 
 def download_config(hub: HubName, name: str, trust_remote_code: bool) -> Source:
-    """Download the small files of a hub model that show whether it can be exported.
+    """Download a hub model's small files, enough to see whether it can be exported.
 
     Raises:
-        OvspecError: it can't be had or exported.
+        OvspecError: it is unavailable or can't be exported.
     """
     folder = download_snapshot(
         name, hub.repository, hub.revision, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN

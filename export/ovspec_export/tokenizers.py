@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer, or build that of a GGUF file.
+    """Load a checkpoint's tokenizer, or build a GGUF file's.
 
     Raises:
-        OvspecError: it has none, or a broken one.
+        OvspecError: it is missing or broken.
     """
     if isinstance(source, GgufSource):
         return build_gguf_tokenizer(source.gguf_headers.metadata, source.name)
@@ -45,7 +45,7 @@ def read_source_templates(source: Source) -> dict[str, str]:
 
 
 def replace_chat_template(template: str, folder: Path) -> None:
-    """Make a template the only one of the exported model in ``folder``."""
+    """Make a template the only template of the exported model in ``folder``."""
     tokenizer = Tokenizer(folder)
     bos_text = "".join(map(tokenizer.token_text, tokenizer.prefix_ids))
     bos_literal = json.dumps(bos_text, ensure_ascii=False)
@@ -55,7 +55,7 @@ def replace_chat_template(template: str, folder: Path) -> None:
 
 
 def find_differing_texts(reference_tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
-    """Return the ``SAMPLE_TEXTS`` that the tokenizer in ``folder`` encodes differently from the reference."""
+    """Return the ``SAMPLE_TEXTS`` encoded differently by the tokenizer in ``folder`` and the reference."""
     tokenizer = Tokenizer(folder)
     return [text for text in SAMPLE_TEXTS if tokenizer.encode(text).tolist() != reference_tokenizer(text)["input_ids"]]
 

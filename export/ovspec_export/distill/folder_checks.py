@@ -16,7 +16,7 @@ from ovspec_export.sources import Source
 
 
 def check_folders_apart(target: Source, output: Path, work_folder: Path) -> None:
-    """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
+    """Raise OvspecError if the output or work folder overlaps with the target or the other folder."""
     target_folder = target.path.resolve()
     for option, folder in (("output", output), ("work", work_folder)):
         if folder == target_folder or target_folder in folder.parents or folder in target_folder.parents:
@@ -34,9 +34,9 @@ def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> No
 
 
 def check_result_folder(output: Path, run_id: str | None, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` holds something else than a result, or one that is not to be replaced.
+    """Raise OvspecError if ``output`` contains anything but a result, or a result not to be replaced.
 
-    What an earlier process has written for the same ``run_id`` is replaced in any case.
+    The result of an earlier process with the same ``run_id`` is replaced in any case.
     """
     restore_backup(output)
     record = read_record(output)

@@ -1,4 +1,4 @@
-"""What a head begins with: the best linear guess of what the target's lm_head will read, found in closed form."""
+"""A head's initial weights: the best linear guess of the target's lm_head input, found in closed form."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from ovspec_export.distill.features import Example
 from ovspec_export.heads import EagleHead
 
-MAX_FIT_TOKENS = 80_000  # tokens that it is fitted to
-INITIAL_CONFIDENCE = 0.6  # a guess is less sure than what it guesses
+MAX_FIT_TOKENS = 80_000  # tokens to fit it to
+INITIAL_CONFIDENCE = 0.6  # a guess is less confident than its target
 
 
 @torch.no_grad()
 def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Tensor, lm_head_rows: Tensor) -> Tensor:
-    """Set the weights of a new head, and return what its features are to be divided by.
+    """Set the weights of a new head, and return the divisor of its features.
 
-    Some features are a thousand times as large as others, so fc learns in units of each one's usual size. The features
-    go into the guess through fc, and the next token's embedding through one attention head of each group, which begins
-    by looking at its own position. What the MLP adds begins at nothing.
+    Some features are a thousand times as large as others, so fc learns in units of each feature's usual size. The
+    features enter the guess through fc, and the next token's embedding through one attention head of each group, which
+    at first looks at its own position. The MLP's contribution starts at zero.
 
     Args:
         embedding: of the target's tokens, [vocabulary, hidden].
-        lm_head_rows: the target's lm_head of the tokens that the head can propose.
+        lm_head_rows: the target's lm_head rows of the tokens the head can propose.
     """
     layout = head.layout
     hidden_size = layout.hidden_size
@@ -88,7 +88,7 @@ def fit_linear_guess(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit the lm_head's input, in units of ``final_sizes``, to the features and the next token's normalised embedding.
 
-    Returns the weights of the features, those of the embedding, and the ``rank`` directions in which these matter most.
+    Returns the weights of the features, the weights of the embedding, and its ``rank`` most important directions.
     """
     feature_width = len(feature_sizes)
     hidden_size = embedding.shape[1]

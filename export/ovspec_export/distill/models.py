@@ -1,4 +1,4 @@
-"""The target and the draft of a distillation: what they must be, and the checkpoints that they are exports of."""
+"""The target and the draft of a distillation: their requirements, and the checkpoints behind exported models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choose_kind_draft_and_layers(
     trim_vocabulary: int | None,
     draft_vocabulary: int | None,
 ) -> tuple[ResultKind, Source | None, list[int] | None]:
-    """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
+    """Return the kind of result, the draft to start from, and the target's layers with inputs for a head.
 
     Args:
         draft_name: the option ``draft``. kind, trim_vocabulary, draft_vocabulary: the options of these names.
@@ -72,7 +72,7 @@ def choose_kind_draft_and_layers(
         return draft_kind, None, choose_new_head_tap_layers(require_config_number(target, "layers"))
     if trim_vocabulary:
         check_trimmable(draft)
-        choose_most_used_ids([], trim_vocabulary, require_config_number(draft, "vocab"))  # which refuses a wrong number
+        choose_most_used_ids([], trim_vocabulary, require_config_number(draft, "vocab"))  # refuses an invalid number
     check_pair_vocabularies(target, draft, trust_remote_code=False)
     return draft_kind, draft, None
 
@@ -87,7 +87,7 @@ def require_config_number(source: Source, config_key: str) -> int:
 
 
 def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
-    """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
+    """Raise OvspecError if the exported model can't run here, or is to get a head but can't have one."""
     check_ir_folder(folder)
     check_weights_file(folder / MODEL_FILE)
 
@@ -101,9 +101,9 @@ def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
 
 
 def check_target_checkpoint(target: Source) -> None:
-    """Raise OvspecError if the config of a checkpoint says that its model can't have a head.
+    """Raise OvspecError if the config of a checkpoint rules out a head.
 
-    It need not say so: the exported model is checked again.
+    The config need not say so: the exported model is checked again.
     """
     config = target.text_config or target.config
     layer_count = target.get_config_number("layers")
@@ -113,14 +113,14 @@ def check_target_checkpoint(target: Source) -> None:
 
 
 def find_target_origin(target: Source) -> tuple[str, str | None]:
-    """Return the name and the revision of the checkpoint behind a target, as far as they are known."""
+    """Return the name and the revision of a target's checkpoint, as far as they are known."""
     if target.is_ir and (manifest := read_manifest(target.path)):
         return manifest.target.source, manifest.target.revision
     return target.name, target.revision
 
 
 def find_torch_checkpoint(target: Source) -> Source | None:
-    """Return the checkpoint of which torch can compute hidden states; None if there is none."""
+    """Return the checkpoint for torch to compute hidden states with; None if there is none."""
     checkpoint = find_checkpoint_of_export(target) if target.is_ir else target
     if checkpoint is None or isinstance(checkpoint, GgufSource) or checkpoint.has_non_text_parts:
         print_note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
@@ -153,9 +153,9 @@ def find_draft_checkpoint(draft_name: str) -> Source:
 
 
 def find_checkpoint_of_export(source: Source) -> Source | None:
-    """Return the checkpoint of an export by what its manifest says: beside it, or on the hub; None if it isn't there.
+    """Return the checkpoint of an export by its manifest: in its folder, or on the hub; None if it is missing.
 
-    The network need not be there for what is in the hub's cache.
+    Checkpoints in the hub's cache need no network.
     """
     manifest_entry = find_manifest_entry(source.path)
     if manifest_entry is None:
@@ -173,7 +173,7 @@ def find_checkpoint_of_export(source: Source) -> Source | None:
 
 
 def find_manifest_entry(folder: Path) -> ExportedModel | None:
-    """Return what the manifest says of the model in ``folder``, which may be the draft beside its target."""
+    """Return the manifest entry of the model in ``folder``, which may be the draft in its target's folder."""
     if manifest := read_manifest(folder):
         return manifest.target
     if folder.resolve().name == DRAFT_FOLDER and (manifest := read_manifest(folder.resolve().parent)):

@@ -1,4 +1,4 @@
-"""The end of a distillation: export the result, measure what it brings, and put everything into its place."""
+"""The end of a distillation: export the result, measure its gain, and move everything into its place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DistillOutcome(enum.IntEnum):
 
 
 def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOutcome:
-    """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
+    """Export the result, measure its gain, and move everything into its place, skipping finished steps."""
     if not is_distillation_finished(plan, work_folder):
         export_result(plan, work_folder)
         write_result(
@@ -52,7 +52,7 @@ def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOu
 
 
 def is_distillation_finished(plan: DistillPlan, work_folder: WorkFolder) -> bool:
-    """Return whether the output has the result of all that has been done."""
+    """Return whether the output has the result of all work so far."""
     record = read_record(plan.output)
     return bool(
         record
@@ -77,7 +77,7 @@ def benchmark_result(plan: DistillPlan, work_folder: WorkFolder) -> list[JsonObj
 
 
 def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
-    """Return the folder of the draft that the result is compared with: what was taught, or what the target has."""
+    """Return the folder of the draft to compare the result with: the trained one's original, or the target's draft."""
     if plan.draft:
         draft_folder = Path(plan.options.draft or "").expanduser()
         if (draft_folder / MODEL_FILE).is_file():
@@ -92,7 +92,7 @@ def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
 
 
 def write_partial_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
-    """Write the result so far, if there is one, and say how to go on."""
+    """Write the result so far, if there is one, and report how to continue."""
     if is_distillation_finished(plan, work_folder):
         print_note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
     elif work_folder.has_result:

@@ -1,7 +1,7 @@
-"""The loop that teaches a student, a head or a draft model, what its target computes. It can end at any time.
+"""The training loop of a student, a head or a draft model, on its target's features. It can end at any time.
 
-The rate stays the same for long and then falls slowly, and the result is a running average of the weights, over about
-the last eighth of the steps: so nothing depends on when the training ends, and it can always go on.
+The learning rate is constant for a long time and then falls slowly, and the result is a running average of the weights,
+over about the last eighth of the steps: so nothing depends on when training ends, and it can always continue.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, TRAINING_STATE_FILE
 
-JUDGED_DOCUMENTS = 24  # held-out documents that are judged while it trains
+JUDGED_DOCUMENTS = 24  # held-out documents evaluated during training
 WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the rate is the highest, and until it falls
 REPORT_SECONDS, SAVE_SECONDS, JUDGE_SECONDS = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
 AVERAGE_SPAN = 6  # the larger, the shorter the average; 12 has 0.01 guesses in a row fewer, the last weights 0.08
 BETAS = (0.9, 0.95)
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
-BF16_INSTRUCTIONS = "AVX512_CORE_BF16"  # of OpenVINO's names of instruction sets, the least that multiplies in bf16
+BF16_INSTRUCTIONS = "AVX512_CORE_BF16"  # in OpenVINO's names of instruction sets, the lowest with bf16 products
 MAX_GRADIENT_NORM = 1.0  # norm of a step's gradient
 
 
 class Student(Protocol):
-    """What is taught. A group has parameters and ``peak_rate``, their highest rate, and the optimizer's options."""
+    """A model in training. A group has parameters, ``peak_rate``, their highest rate, and the optimizer's options."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -74,8 +74,8 @@ def train_student(
     """Train a student on the documents in the work folder, and write the state and the result.
 
     Args:
-        student: with the weights of ``training_state``, if that isn't empty.
-        extra_state: what else the state is to hold.
+        student: with the weights of ``training_state``, if it isn't empty.
+        extra_state: further entries of the state.
     """
     with torch.device(limits.device):
         run_training_loop(student, work_folder, training_state, extra_state, limits)
@@ -137,7 +137,7 @@ def run_training_loop(
         seen_tokens,
         dict[str, Any](),
         0.0,
-    )  # the last: seconds that judging in the end will take
+    )  # the last: seconds for the final evaluation
     last_judgement_time = began - JUDGE_SECONDS + min(JUDGE_SECONDS, limits.seconds / 4)
     for batch in student.make_batches(examples):
         now = time.monotonic()
@@ -176,13 +176,13 @@ def run_training_loop(
 
 
 def autocast_bf16(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which products are computed in bf16 where the device is made for it, and else in f32."""
+    """Return a context for products in bf16 on devices with bf16 units, and else in f32."""
     lacks_bf16 = device == "cpu" and BF16_INSTRUCTIONS not in list_instruction_sets()
     return nullcontext() if lacks_bf16 else torch.autocast(torch.device(device).type, torch.bfloat16)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library (glibc) keep what is freed: else the new pages of each step take as long as its arithmetic."""
+    """Make the C library (glibc) keep freed memory: otherwise new pages take each step as long as its arithmetic."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             c_library = ctypes.CDLL(None)
@@ -191,14 +191,14 @@ def keep_freed_memory() -> None:
 
 
 def compute_mean_accepted(guess_is_right: Tensor) -> list[float]:
-    """Return how many of the first 1, 2, … guesses come before the first wrong one, on average: right (n, guesses)."""
+    """Return the mean number of right guesses before the first wrong one, for 1, 2, … guesses: right (n, guesses)."""
     return [round(mean, 4) for mean in guess_is_right.cumprod(1).mean(0).cumsum(0).tolist()]
 
 
 def move_vocabulary_rows(
     rows_of_old_ids: Tensor, old_ids: Tensor, new_ids: Tensor, rows_of_unknown_ids: Tensor
 ) -> Tensor:
-    """Return rows for ``new_ids`` from those for ``old_ids``, and from ``rows_of_unknown_ids`` [new, …] for others."""
+    """Return rows for ``new_ids``: the rows of ``old_ids``, or ``rows_of_unknown_ids`` [new, …] for new ids."""
     row_indices = torch.full((int(max(old_ids.max(), new_ids.max())) + 1,), -1).index_put_(
         (old_ids,), torch.arange(len(old_ids))
     )[new_ids]
