@@ -17,7 +17,7 @@ RowsToJoin = tuple[EngineThread, list[Row]]  # rows, and the thread with their b
 class AsyncTextStream:
     """A text during its generation; iterate over it once with ``async for`` for a ``Piece`` per round.
 
-    Prefill starts with the first piece. Cancelling the task or calling ``aclose`` ends the text.
+    Prefill starts with the iteration. Cancelling the task or calling ``aclose`` ends the text.
     """
 
     def __init__(self, make_rows_to_join: Callable[[], RowsToJoin]) -> None:

@@ -44,14 +44,14 @@ def load(
 
     model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
         also a checkpoint folder, a GGUF file or a hub id (``org/model``, ``org/model@REVISION``, ``org/model:Q4_K_M``):
-        it is exported into the user's cache at its first use, as in commands.
+        it is exported into the user's cache at its first use, as on the command line.
     draft: the drafter for speculative decoding; "none" for none. True is the draft in the model's folder; "self",
-        "head" and "mtp" also check its kind: made from the target's own layers, an EAGLE-3 head, or the model's MTP
-        layer. "lookup" is prompt lookup: it proposes the continuation of the same last tokens earlier in the text.
-        Other drafters: the folder of a draft model or head, a shared ``Drafter`` instance, or a class or function for
-        making a ``Drafter`` per session or batch. Two drafters, as in "lookup,draft" or a list, form a chain: the
-        second proposes if the first finds nothing good. The default is "lookup" if verifying a proposal costs next to
-        nothing, as measured at the first load (exact arithmetic, paged engine), otherwise none.
+        "head" and "mtp" are the same draft, but require a kind: made from the target's own layers, an EAGLE-3 head, or
+        the model's MTP layer. "lookup" is prompt lookup: it proposes the continuation of the same last tokens earlier
+        in the text. Other drafters: the folder of a draft model or head, a shared ``Drafter`` instance, or a class or
+        function for making a ``Drafter`` per session or batch. Two drafters, as in "lookup,draft" or a list, form a
+        chain: the second proposes if the first finds nothing good. The default is "lookup" if verifying a proposal
+        costs next to nothing, as measured at the first load (exact arithmetic, paged engine), otherwise none.
     """
     params = make_load_params(options)
     for option in ("device", "draft_device"):  # checked before an export of minutes

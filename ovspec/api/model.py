@@ -106,7 +106,7 @@ class LanguageModel:
     def generate(self, prompt: Prompt, **options: OptionValue) -> Result: ...
     @method_accepts_options(GenerateArguments[Prompt | Prompts])
     def generate(self, prompt: Prompt | Prompts, **options: OptionValue) -> Result | list[Result]:
-        """Continue ``prompt``, or each of a list of prompts as one batch.
+        """Continue ``prompt``, or a list of prompts in a batch.
 
         Args:
             prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats. If the last
@@ -228,7 +228,9 @@ class LanguageModel:
         """Return the params of a call for a single text per prompt."""
         params = self.runtime.row_maker.make_complete_params(options)
         if params.n != 1:
-            raise OvspecError(f"`n` is {params.n}, but this call returns a single text; call samples() for several.")
+            raise OvspecError(
+                f"`n` is {params.n}, but this call returns a single text; call samples() for several texts."
+            )
         return params
 
     def _generate_samples(
@@ -278,7 +280,7 @@ class LanguageModel:
     def verify(self, result: Result) -> Verification:
         """Check each token of ``result`` with a single forward pass over its prompt and text.
 
-        With exact arithmetic every token is the model's own choice, with any accelerator.
+        With exact arithmetic every token is the model's own choice, regardless of accelerators.
 
         Args:
             result: made by this model, in this process or from ``ovspec.result_from_json``.

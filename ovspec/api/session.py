@@ -87,7 +87,7 @@ class Session:
     def append(self, prompt: Prompt | Message) -> None:
         """Append a text, token ids, or chat messages. Nothing is computed yet.
 
-        A text is tokenised together with directly preceding appended text, and with the rest of a token after a stop
+        A text is tokenised together with text appended just before it, and with the rest of a token split by a stop
         string. Messages render the whole chat again, including generated answers; messages changed by the template are
         prefilled again. If the last message is the assistant's, the answer continues it.
 
@@ -215,7 +215,7 @@ class Session:
     def score(self, text: str) -> Score:
         """Return the log-probability of ``text`` as a continuation of this session's text, without appending it.
 
-        ``text`` is tokenised together with directly preceding appended text. A token across the boundary counts as a
+        ``text`` is tokenised together with text appended just before it. A token across the boundary counts as a
         whole.
 
         Raises:

@@ -146,7 +146,7 @@ def export(
         export_package.prepare_environments(export_package.find_environments(target))
         return
     if len(target) != 1 or output is None:
-        raise click.UsageError("Give the model to export and the output folder: ovspec export TARGET -o DIR.")
+        raise click.UsageError("Missing arguments; give the model and the output folder: ovspec export TARGET -o DIR.")
     model = target[0]
     if model in known_pairs and not Path(model).exists():
         known_pair = known_pairs[model]

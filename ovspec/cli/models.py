@@ -32,8 +32,8 @@ def models(arguments: tuple[str, ...], prune: float | None) -> None:
       ovspec models --prune 30
     """
     raise_usage_error_if(arguments and arguments[0] != REMOVE_WORD, "To delete models: ovspec models rm NAME...")
-    raise_usage_error_if(len(arguments) == 1, "Name the models to delete: ovspec models rm NAME...")
-    raise_usage_error_if(arguments and prune is not None, "--prune can't be combined with names; leave either out.")
+    raise_usage_error_if(len(arguments) == 1, "Missing names; give the models to delete: ovspec models rm NAME...")
+    raise_usage_error_if(arguments and prune is not None, "--prune can't be combined with names; leave one out.")
     from ovspec.setup import model_store
 
     folders = []

@@ -83,7 +83,7 @@ class ProposalStats:
 class Stats(ProposalStats):
     """Statistics of a text. Counts are tokens, times are milliseconds of wall clock.
 
-    ``ttft_ms`` is the time to first token, without tokenising the prompt; ``tpot_ms`` is the mean time per later token.
+    ``ttft_ms`` is the time to first token, without tokenisation; ``tpot_ms`` is the mean time per later token.
     ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including the caller's work
     between pieces of a stream. In a batch, these are the times of the whole batch while the row was in it.
     ``cached_tokens`` counts prompt tokens found in the KV cache. ``thinking_tokens`` counts generated tokens of
@@ -114,7 +114,7 @@ class Stats(ProposalStats):
 
     @property
     def tokens_per_round(self) -> float:
-        """Generated tokens per round, or per inference of the target."""
+        """Generated tokens per round, with an inference of the target each."""
         return self.generated_tokens / max(self.rounds, 1)
 
 

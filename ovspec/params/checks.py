@@ -43,9 +43,9 @@ def check_param_combinations(params: Params) -> Params:
     params = parse_tool_options(params)
     if params.sampler and (params.temperature or params.truncating_options):
         distribution_options = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
-        raise OvspecError(f"`sampler` can't be combined with {distribution_options}; leave either out.")
+        raise OvspecError(f"`sampler` can't be combined with {distribution_options}; leave one out.")
     if params.sampler and params.accept == "rejection":
-        raise OvspecError("`accept='rejection'` needs probabilities, but a `sampler` returns none; leave either out.")
+        raise OvspecError("`accept='rejection'` needs probabilities, but a `sampler` returns none; leave one out.")
     if params.truncating_options and not params.temperature:
         verb = "needs" if len(params.truncating_options) == 1 else "need"
         truncating_names = " and ".join(f"`{name}`" for name in params.truncating_options)
@@ -56,14 +56,14 @@ def check_param_combinations(params: Params) -> Params:
 def parse_tool_options(params: Params) -> Params:
     """Return ``params`` with the tools in OpenAI's format; raises OvspecError for invalid tools or choices."""
     if "tools" in (params.chat_template_kwargs or {}) and params.tools:
-        raise OvspecError("`tools` and `chat_template_kwargs` both have tools; leave either out.")
+        raise OvspecError("`tools` and `chat_template_kwargs` both have tools; leave one out.")
     if not params.tools:
         if params.tool_choice is not None:
             parse_tool_choice((), params.tool_choice)
         return params
     if params.ignore_eos:
         raise OvspecError(
-            "`tools` can't be combined with `ignore_eos`, because a tool call ends the text; leave either out."
+            "`tools` can't be combined with `ignore_eos`, because a tool call ends the text; leave one out."
         )
     params = replace(params, tools=parse_tools(params.tools))
     parse_tool_choice(params.tools, params.tool_choice)
@@ -97,4 +97,4 @@ def check_grammar_options(params: Params) -> None:
 def refuse_retries_in_stream(params: Params) -> None:
     """Raise OvspecError if ``params`` include retries, which streams don't support."""
     if params.retries:
-        raise OvspecError("`retries` can't be combined with streaming; leave either out.")
+        raise OvspecError("`retries` can't be combined with streaming; leave one out.")

@@ -26,7 +26,7 @@ class RuntimeParams:
         "KV cache precision. u8 takes about half the memory of f16, but a rollback changes its values, so a draft "
         "may change the text.",
         default=None,
-        default_meaning="the profile's; else --precision on the CPU, f16 on a GPU",
+        default_meaning="the profile's; else the precision on the CPU, f16 on a GPU",
     )
     engine: Literal["auto", "stateful", "paged"] = option(
         "KV cache manager: OpenVINO (stateful), or ovspec with a block-wise cache (paged, on a CPU or a GPU). auto "

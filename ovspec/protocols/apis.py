@@ -50,10 +50,12 @@ read_chat = partial(read_chat_or_completion, kind="chat")
 read_completion = partial(read_chat_or_completion, kind="completion")
 TEXT_APIS = {
     "/v1/chat/completions": TextApi(
-        "Answer a chat.", ChatRequest, read_chat, ChatReplyMaker, ChatCompletion, "chatcmpl-"
+        "Answer a chat (OpenAI's Chat Completions API).", ChatRequest, read_chat, ChatReplyMaker,
+        ChatCompletion, "chatcmpl-",
     ),
     "/v1/completions": TextApi(
-        "Continue texts.", CompletionRequest, read_completion, ChatReplyMaker, Completion, "cmpl-"
+        "Continue texts (OpenAI's Completions API).", CompletionRequest, read_completion, ChatReplyMaker,
+        Completion, "cmpl-",
     ),
     "/v1/responses": TextApi(
         "Answer a chat (OpenAI's Responses API).", ResponsesRequest, read_responses_request, ResponseReplyMaker,

@@ -1,4 +1,4 @@
-"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and the server's reports on itself."""
+"""The API: the text endpoints of OpenAI, Anthropic and llama.cpp, and reports on the server."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -30,7 +30,7 @@ from ovspec.server.tokenize import DetokenizeReply, TokenizeReply, detokenize_bo
 
 T = TypeVar("T")
 B = TypeVar("B", TokenizeRequest, DetokenizeRequest)
-ROUTING_ERRORS = {404: "There is no such path; /openapi.json lists them.", 405: ERROR_DESCRIPTIONS[405]}
+ROUTING_ERRORS = {404: "There is no such path; see the paths in /openapi.json.", 405: ERROR_DESCRIPTIONS[405]}
 # An event; its data is JSON, or [DONE].
 EVENT_SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
 STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description": "With stream: an event of the API."}}}
@@ -38,14 +38,14 @@ STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description"
 
 class ReadyReply(ReplyModel):
     status: str
-    arithmetic: str = Field(description="exact, or what the probe found.")
+    arithmetic: str = Field(description="exact, or the probe's findings.")
     deterministic: bool = Field(description="Whether texts are independent of the load.")
     prefix_cache: Literal["exact", "may change bits", "off"] = Field(
         description="The effect of a cached prompt on its text."
     )
 
 
-READY_MODEL: JsonObject = {"model": ReadyReply, "description": "Its state."}
+READY_MODEL: JsonObject = {"model": ReadyReply, "description": "The server's state."}
 READY_RESPONSES: dict[int | str, JsonObject] = {200: READY_MODEL, 503: READY_MODEL}
 
 
@@ -54,10 +54,10 @@ def make_app(context: ServerContext) -> FastAPI:
     app = FastAPI(
         title="ovspec",
         version=__version__,
-        summary="OpenAI's API on OpenVINO; a request's text doesn't depend on who else is asking.",
-        docs_url=None,  # their pages load scripts from elsewhere
+        summary="OpenAI's API on OpenVINO; a request's text is independent of other requests.",
+        docs_url=None,  # its page loads scripts from other sites
         redoc_url=None,
-        redirect_slashes=False,  # clients of APIs don't follow it with a body
+        redirect_slashes=False,  # API clients don't resend bodies after a redirect
         responses=describe_error_responses(""),
     )
     app.state.strict_fields = context.options.strict_fields
@@ -73,7 +73,7 @@ def make_app(context: ServerContext) -> FastAPI:
 
 
 def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that generate texts, and endpoints that count the tokens of their requests."""
+    """Add the endpoints for texts, and for counting the tokens of their requests."""
     endpoints = TextEndpoints(context)
     for path, api in TEXT_APIS.items():
         reply_description = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
@@ -99,11 +99,11 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
 
 
 def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that describe the model and the server."""
+    """Add the endpoints for describing the model and the server."""
     lm = context.lm
     model_names = context.model_names
 
-    @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
+    @app.get("/v1/models", tags=["model"], summary="List the served model's names.")
     async def models() -> ModelList:
         entries = [await model(name) for name in model_names]
         catalogue = [make_catalogue_entry(lm, name) for name in model_names]
@@ -115,7 +115,7 @@ def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
         return make_model_entry(lm, name, context.started_at, context.sampling)
 
     @app.get("/v1/props", include_in_schema=False)
-    @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
+    @app.get("/props", tags=["model"], summary="Describe the server, in llama.cpp's format.")
     async def props() -> Props:
         return await context.threads.run_in_thread(
             make_server_props, lm, model_names[0], context.defaults, context.options.batch_size
@@ -123,7 +123,7 @@ def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
 
 
 def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that report the server's state."""
+    """Add the endpoints for monitoring the server."""
     lm = context.lm
 
     @app.head("/health", include_in_schema=False)
@@ -131,7 +131,9 @@ def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY_RESPONSES)
+    @app.get(
+        "/ready", tags=["server"], summary="Readiness check, with the server's guarantees.", responses=READY_RESPONSES
+    )
     async def ready(response: Response) -> ReadyReply:
         status = "ready"
         try:
@@ -152,7 +154,7 @@ def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
 
 
 def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that encode texts and chats, and decode tokens."""
+    """Add the endpoints for encoding texts and chats, and for decoding tokens."""
 
     async def run_token_request(function: Callable[[B], T], body: B, http: Request) -> T:
         context.admission.check_requested_model(body.model)
@@ -173,7 +175,7 @@ def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
 
 
 def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
-    """Return an endpoint that calls a function; FastAPI reads the type of its bodies from its signature."""
+    """Return an endpoint for a function; FastAPI reads the type of its body from its signature."""
 
     async def endpoint(body: Any, http: Request) -> Any:
         return await function(body, http)
@@ -183,7 +185,7 @@ def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body:
 
 
 def suggest_base_url(path: str) -> str | None:
-    """Return the advice for a client whose wrong base URL leads to this path, or None."""
+    """Return the advice for a client with a wrong base URL, judged by this path, or None."""
     if path.startswith("/v1/v1/"):
         return "There is no such path: the client adds /v1 by itself; leave it out of its base URL."
     if f"/v1{path}" in BODY_TYPES or path == "/models":

@@ -37,12 +37,12 @@ class StreamOptions(
 class OpenAIBody(
     create_model("Options", __base__=TextRequestBody, **OPTION_FIELDS, **define_ignored_fields(*FIELDS_WITHOUT_EFFECT))
 ):
-    """The fields that all requests of OpenAI's older APIs have."""
+    """The common fields of requests in OpenAI's older APIs."""
 
     response_format: dict[str, Any] | None = Field(
         None,
-        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
-        'A "schema" may also be given beside the type, as in llama.cpp. Not with a grammar option.',
+        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". A '
+        '"schema" next to the type works too, as in llama.cpp. Can\'t be combined with grammar options.',
     )
     stream_options: StreamOptions | None = Field(None, description="Extra information in a stream.")
 
@@ -66,7 +66,7 @@ class CompletionBody(OpenAIBody):
 
 
 class BatchLineBody(ChatEndingFields, OpenAIBody):
-    """A line of a batch file that isn't a request of OpenAI's API."""
+    """A line of a batch file other than a request of OpenAI's API."""
 
     messages: CHAT_MESSAGES | None = None
     prompt: PROMPT_OR_PROMPTS | None = None
@@ -84,6 +84,6 @@ class CompletionRequest(CompletionBody, OtherServersFields):
 
     suffix: str | None = Field(
         None,
-        description="What comes behind the text, which is generated between the prompt and this; for models whose "
-        "vocabulary has fill-in-the-middle tokens. Not with echo, several prompts or token ids.",
+        description="The text after the gap to fill; for models with fill-in-the-middle tokens. Can't be combined "
+        "with echo, several prompts or token ids.",
     )

@@ -26,7 +26,7 @@ RESPONSE_FORMAT_FIELDS = {"text": set[str](), "json_object": {"schema"}, "json_s
 
 
 def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
-    """Return the request in a body; raises RequestError for fields that can't be met together."""
+    """Return the request in a body; raises RequestError for conflicting fields."""
     messages = getattr(body, "messages", None)
     prompt = getattr(body, "prompt", None)
     if (messages is None) == (prompt is None):
@@ -42,7 +42,7 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
         prompt = template_messages
     if suffix := getattr(body, "suffix", None):
         if echo:
-            raise RequestError("suffix can't be combined with echo; leave either out.", "suffix")
+            raise RequestError("suffix can't be combined with echo; leave one out.", "suffix")
         if not isinstance(prompt, str):
             raise RequestError("suffix needs a single string as the prompt.", "suffix")
         prompt = InfillPrompt(prompt, suffix)
@@ -73,7 +73,7 @@ def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo
 
 
 def set_logprobs_option(body: Any, overrides: Overrides) -> None:
-    """Set OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs``, as an option."""
+    """Set the option of OpenAI's ``logprobs``, a number, or a boolean with ``top_logprobs``."""
     logprobs = getattr(body, "logprobs", None)
     top_logprobs = getattr(body, "top_logprobs", None)
     if top_logprobs is not None and logprobs is not True:
@@ -117,16 +117,16 @@ MAX_TOOL_CALLS = 1000  # of a message
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-# The words for parts that aren't text, in which the model reads that they were left out.
+# The names of omitted media in the model's prompt.
 MEDIA_KINDS = ("image", "audio", "video", "document", "file")
 
 
 def check_chat_ending(body: ChatEndingFields, template_messages: list[Message]) -> None:
-    """Raise RequestError if a body asks for another ending than its chat has: continued, or a new message."""
+    """Raise RequestError if a body's ending, continued or a new message, doesn't match its chat."""
     is_continued = find_begun_answer(template_messages) is not None
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
-            "`continue_final_message` and `add_generation_prompt` can't both be true; leave either out.",
+            "`continue_final_message` and `add_generation_prompt` can't both be true; leave one out.",
             "continue_final_message",
         )
     if body.continue_final_message and not is_continued:
@@ -148,11 +148,11 @@ def check_chat_ending(body: ChatEndingFields, template_messages: list[Message]) 
 
 
 def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any_field: bool = False) -> list[Message]:
-    """Return messages as chat templates take them.
+    """Return messages in the form for chat templates.
 
-    Only the system's and the user's last message must be readable: clients send all earlier messages back. Other
-    messages' unreadable parts are left out, and their names are added to ``ignored``. ``any_field``:
-    messages may have other fields.
+    Only the system message and the user's last message must be readable, since clients send back all earlier messages.
+    Other messages' unreadable parts are left out; their names go to ``ignored``. ``any_field``: messages may have other
+    fields.
     """
     user_indices = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     last_user_index = max(user_indices, default=-1)
@@ -163,7 +163,7 @@ def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any
 
 
 def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool, any_field: bool = False) -> Message:
-    """Return ``message`` as chat templates take it: its content a string, and its role known to them."""
+    """Return ``message`` in the form for chat templates, with a string as content and a common role."""
     # OpenAI's clients send null and empty fields back with the assistant's answers.
     fields = {field: value for field, value in message.items() if value not in (None, [])}
     if "function_call" in fields:
@@ -190,7 +190,7 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
 
 
 def to_template_calls(calls: JsonValue) -> list[JsonObject]:
-    """Return the tool calls of a message as chat templates take them; raises RequestError."""
+    """Return a message's tool calls in the form for chat templates; raises RequestError."""
     if not isinstance(calls, list):
         raise make_message_error("tool_calls must be a list.")
     if len(calls) > MAX_TOOL_CALLS:
@@ -211,7 +211,7 @@ def to_template_call(call: JsonValue) -> JsonObject:
 
 
 def flatten_content(content: JsonValue, ignored: IgnoredNames, text_only: bool) -> str:
-    """Return the content of a message as one string; or raise RequestError for other parts than text."""
+    """Return a message's content as a single string; raises RequestError for unreadable parts."""
     if isinstance(content, str):
         return content
     if content is None and not text_only:
@@ -222,7 +222,7 @@ def flatten_content(content: JsonValue, ignored: IgnoredNames, text_only: bool) 
 
 
 def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> str:
-    """Return the text of a part of a content, or the words that the model reads instead of it."""
+    """Return the text of a part of a content, or its placeholder for the model."""
     part_type = part.get("type")
     if part_type not in ("text", "refusal"):
         if text_only:
@@ -240,7 +240,7 @@ def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
 
 
 def describe_omitted_part(part_type: JsonValue, ignored: IgnoredNames) -> str:
-    """Return the words that the model reads instead of an unreadable part, whose name is added to ``ignored``."""
+    """Return the placeholder of an unreadable part; its name is added to ``ignored``."""
     part_name = f"{part_type!s:.40}"
     add_ignored(f"content.{part_name}", ignored)
     media_kind = next((media_kind for media_kind in MEDIA_KINDS if media_kind in part_name), part_name)

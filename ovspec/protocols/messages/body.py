@@ -14,16 +14,16 @@ from ovspec.protocols.bodies import (
     option_fields_except,
 )
 
-# Accepted and ignored: fields that don't affect the text.
+# Accepted and ignored: fields without effect on the text.
 MESSAGES_FIELDS_WITHOUT_EFFECT = (
     "stream_options",
     *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control", "diagnostics"),
     *("fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed"),
     *("user_profile_id", "workspace_id"),
 )
-# Refused, unless the value is one of these, which have no effect.
+# Refused, except with these values without effect.
 REFUSED_MESSAGES_FIELDS: dict[str, tuple[JsonValue, ...]] = {"mcp_servers": ([],), "n": (1,)}
-# Our options that Anthropic's API has in other fields, or can't have.
+# Our options in other fields of Anthropic's API, or missing there.
 OPTIONS_OF_OTHER_NAME = ("stop", "n", "tools", "tool_choice", "parallel_tool_calls")
 
 

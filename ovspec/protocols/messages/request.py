@@ -1,4 +1,4 @@
-"""Reads requests of Anthropic's API: from a body to a chat and options as all others have them."""
+"""Reads requests of Anthropic's API: from a body to a chat and options in the common form."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ovspec.text.chat_template import Message
 
 MESSAGES_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# The blocks that each role may have.
+# The allowed blocks of each role.
 BLOCKS_OF_ROLE = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -32,13 +32,13 @@ TOOL_FIELDS = (
     *COMMON_BLOCK_FIELDS, "name", "description", "input_schema",
     "allowed_callers", "defer_loading", "eager_input_streaming", "strict",
 )  # fmt: skip
-SERVER_TOOL_TYPE = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of a tool that comes with Anthropic's API
-# Claude Code's first block of the system prompt. It changes with each request, so that nothing after it is cached.
+SERVER_TOOL_TYPE = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of Anthropic's server tools
+# Claude Code's first block of the system prompt. It changes with each request and would defeat the prefix cache.
 BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def read_messages_request(body: MessagesRequest) -> TextRequest:
-    """Return the request in a body; raises RequestError for a request that can't be met."""
+    """Return the request in a body; raises RequestError for an invalid request."""
     overrides = read_overrides(body)
     ignored = IgnoredNames()
     if overrides.values.get("max_tokens") == 0:
@@ -91,7 +91,7 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
 
 
 def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None:
-    """Return a tool as OpenAI's API has it; None for a tool that only Anthropic's servers have."""
+    """Return a tool in the form of OpenAI's API; None for Anthropic's server tools."""
     tool_type = tool.get("type") or "custom"
     if isinstance(tool_type, str) and SERVER_TOOL_TYPE.fullmatch(tool_type):
         add_ignored(f"tools.{tool_type}", ignored)
@@ -112,7 +112,7 @@ def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None
 
 
 def read_thinking_options(body: MessagesRequest, overrides: Overrides, ignored: IgnoredNames) -> None:
-    """Set how much the model thinks."""
+    """Set the amount of thinking."""
     effort = (body.output_config or {}).get("effort")
     thinking_type = None
     if effort is not None and (not isinstance(effort, str) or effort not in MESSAGES_EFFORTS):
@@ -133,12 +133,12 @@ def read_thinking_options(body: MessagesRequest, overrides: Overrides, ignored: 
         overrides.set_option("reasoning_effort", "none", "thinking")
     elif effort is not None:
         overrides.set_option("reasoning_effort", MESSAGES_EFFORTS[effort], "output_config")
-    elif thinking_type == "enabled":  # which switches thinking on where a chat template has a switch
+    elif thinking_type == "enabled":  # turns thinking on, if the chat template has a switch
         overrides.values.setdefault("reasoning_effort", "medium")
 
 
 def read_output_format(body: MessagesRequest, overrides: Overrides, ignored: IgnoredNames) -> None:
-    """Set the schema that the text must match."""
+    """Set the schema of the text."""
     output_config = keep_known_fields(body.output_config or {}, ("effort", "format"), "output_config", ignored)
     for field, output_format in (("output_config", output_config.get("format")), ("output_format", body.output_format)):
         if output_format is None:
@@ -149,14 +149,14 @@ def read_output_format(body: MessagesRequest, overrides: Overrides, ignored: Ign
             message = f'The format in `{field}` must be {{"type": "json_schema", "schema": …}}.'
             raise RequestError(message, field)
         keep_known_fields(output_format, ("type", "schema"), field, ignored)
-        overrides.set_schema({"name": "output", "schema": schema}, field)  # as other response formats
+        overrides.set_schema({"name": "output", "schema": schema}, field)  # like other response formats
 
 
 # ---------------------------------------------------------------- messages
 
 
 def read_conversation(body: MessagesRequest, ignored: IgnoredNames) -> list[Message]:
-    """Return the messages as chat templates take them."""
+    """Return the messages in the form for chat templates."""
     chat = list[Message]()
     if body.system:
         chat += to_openai_messages({"role": "system", "content": body.system}, ignored)
@@ -168,7 +168,7 @@ def read_conversation(body: MessagesRequest, ignored: IgnoredNames) -> list[Mess
 
 
 def is_user_turn(message: Message) -> bool:
-    """Return whether a message is the user's and has more than results of tools."""
+    """Return whether a message is the user's, with more than tool results."""
     content = message.get("content")
     if message.get("role") != "user" or not isinstance(content, list) or not content:
         return message.get("role") == "user"
@@ -176,9 +176,9 @@ def is_user_turn(message: Message) -> bool:
 
 
 def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool = False) -> Iterator[Message]:
-    """Yield a message as OpenAI's API has it: the results of tools are messages of their own.
+    """Yield a message in the form of OpenAI's API, with tool results as separate messages.
 
-    All but these must be readable if ``text_only``.
+    With ``text_only``, everything except tool results must be readable.
     """
     message = keep_known_fields(message, ("role", "content"), "messages", ignored)
     role = message.get("role")
@@ -192,7 +192,7 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool 
         blocks = drop_billing_header(blocks, ignored)
     tool_results = [block for block in blocks if block["type"] == "tool_result"]
     for block in tool_results:
-        if block.get("is_error"):  # no chat template shows it
+        if block.get("is_error"):  # chat templates have no place for it
             add_ignored("tool_result.is_error", ignored)
         text = join_block_texts(read_blocks(block.get("content"), ("text",), ignored), "text")
         yield {"role": "tool", "tool_call_id": read_block_string(block, "tool_use_id"), "content": text}
@@ -220,8 +220,8 @@ def read_blocks(
     """Return the blocks of a content, a string or blocks, without unknown fields.
 
     Raises:
-        RequestError: it is neither, or a block is of another kind than ``allowed_types``, and of another role or
-            ``text_only``.
+        RequestError: the content is neither, or a block outside of ``allowed_types`` belongs to another role, or can't
+            be left out because of ``text_only``.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -233,7 +233,7 @@ def read_blocks(
 
 
 def read_block(block: JsonObject, allowed_types: tuple[str, ...], ignored: IgnoredNames, text_only: bool) -> JsonObject:
-    """Return a block without unknown fields, or a text that the model reads instead of it; see ``read_blocks``."""
+    """Return a block without unknown fields, or a text as its placeholder; see ``read_blocks``."""
     block_type = str(block.get("type"))
     if block_type in allowed_types:
         return keep_known_fields(block, FIELDS_OF_BLOCK[block_type], block_type, ignored)
@@ -247,7 +247,7 @@ def read_block(block: JsonObject, allowed_types: tuple[str, ...], ignored: Ignor
 
 
 def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
-    """Return the text of the blocks of a kind."""
+    """Return the joined text of the blocks of a type."""
     return "\n".join(read_block_string(block, block_type) for block in blocks if block["type"] == block_type)
 
 
@@ -258,6 +258,6 @@ def read_block_string(block: JsonObject, field: str) -> str:
 
 
 def to_openai_call(block: JsonObject) -> JsonObject:
-    """Return a call as OpenAI's API has it."""
+    """Return a call in the form of OpenAI's API."""
     function_fields = {"name": read_block_string(block, "name"), "arguments": block.get("input")}
     return {"id": read_block_string(block, "id"), "type": "function", "function": function_fields}
