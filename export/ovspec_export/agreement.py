@@ -127,7 +127,7 @@ def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.n
 
 
 def enable_f32_computation(model: Module) -> None:
-    """Let a model with weights in 16 bits compute in f32: each layer's weights are converted while it is computed."""
+    """Make a model with weights in 16 bits compute in f32: each layer's weights are converted while it runs."""
     import torch
 
     layers = [layer for module_list in find_module_lists(model) for layer in module_list]

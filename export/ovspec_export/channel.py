@@ -18,7 +18,7 @@ _progress_fd: int | None = None
 
 
 def open_channel() -> None:
-    """Take the standard input and output of this process for the channel."""
+    """Reserve the standard input and output of this process for the channel."""
     global _progress_fd
     _progress_fd = os.dup(1)
     os.dup2(2, 1)
@@ -26,7 +26,7 @@ def open_channel() -> None:
 
 
 def report_progress(**figures: JsonValue) -> None:
-    """Send the parent figures on the job's progress; without a parent, nothing happens."""
+    """Report figures on the job's progress to the parent; without a parent, do nothing."""
     if _progress_fd is not None:
         os.write(_progress_fd, (json.dumps(figures) + "\n").encode())
 

@@ -74,10 +74,10 @@ class Quantisation:
 
 
 def read_quantisation(config: JsonObject) -> Quantisation:
-    """Return how the weights are quantised, from ``quantization_config`` of a config.
+    """Return the quantisation of the weights, from ``quantization_config`` of a config.
 
     Raises:
-        ValueError: an export can't keep them, with the reason.
+        ValueError: an export can't keep them; the message has the reason.
     """
     method = str(config.get("quant_method"))
     bits = config.get("bits", 4)
@@ -106,7 +106,7 @@ def read_quantisation(config: JsonObject) -> Quantisation:
 
 
 def read_compressed_quantisation(config: JsonObject) -> Quantisation:
-    """Return how compressed-tensors quantised the weights; raises ValueError like ``read_quantisation``."""
+    """Return the quantisation by compressed-tensors; raises ValueError like ``read_quantisation``."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError("without groups")
@@ -153,7 +153,7 @@ class CheckpointWeights:
                     self._stored_dtypes[name] = tensors.get_slice(name).get_dtype()
         for mtp_names in find_mtp_layers(list(self._files), model.config.to_dict()):
             for name in mtp_names:
-                self._files.pop(name, None)  # the model has no place for it; it is a draft
+                self._files.pop(name, None)  # the model has no place for it; it belongs to a draft
         self._parameter_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
         self._expert_stacks = find_expert_stacks(self._parameter_shapes)
         self._expert_layers: dict[str, list[str]] = {}  # by their matrix
@@ -207,7 +207,7 @@ class CheckpointWeights:
         return self.read_values(name)
 
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:  # noqa: ARG002
-        """Return a matrix as ``KeptWeights`` says."""
+        """Return a matrix as described in ``KeptWeights``."""
         names = self._expert_layers.get(name, [name])
         packed_count = sum(layer in self._layers for layer in names)
         if packed_count == len(names):

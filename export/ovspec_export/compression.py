@@ -1,4 +1,4 @@
-"""How weights are stored: options for optimum-cli and nncf."""
+"""The storage of weights: options for optimum-cli and nncf."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Compression:
     samples: int | None = None
 
     def check_weight_options(self) -> None:
-        """Raise OvspecError if the options don't fit together."""
+        """Raise OvspecError if the options are incompatible."""
         if self.weight_format not in (*WEIGHT_FORMATS, KEEP):
             formats = ", ".join((*WEIGHT_FORMATS, KEEP))
             raise OvspecError(f"`weight_format` is {self.weight_format!r}; it must be one of {formats}.")

@@ -35,7 +35,7 @@ from ovspec_export.tokenizers import load_tokenizer
 WORKER_MODULE = "ovspec_export.worker"  # the module with the jobs
 # Called with each message about a job's progress.
 MessageHandler = Callable[[JsonObject], None]
-POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; Ctrl-C interrupts no longer wait there
+POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; on Windows, Ctrl-C doesn't interrupt longer waits
 SMALLEST_GROUP_SIZE = 16  # weights with a shared scale
 KEPT_SIZE = 1.8  # of kept weights, at most, as a share of the source's: 5 bits become 8
 JOB_FAILURES = {
@@ -115,7 +115,7 @@ def convert_source(
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read a newer transformers' files
             path_arguments = {"source": str(source.path), "folder": str(folder)}
             run_worker_job("convert_tokenizer", source, folder, **path_arguments, trust_remote_code=trust_remote_code)
-        if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
+        if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some models
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         forms = read_forms(folder) if compression.weight_format == KEEP else []
         conversion_step.result = describe_folder_size(folder)
@@ -239,7 +239,7 @@ def compute_layer_share(source: Source, layer_count: int) -> float:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
     total_layers = source.get_config_number("layers")
     if total_layers is None:
-        return 1.0  # not in the config by any of these names; transformers will know
+        return 1.0  # not in the config under any of these names; transformers will know
     if not 0 < layer_count < total_layers:
         allowed_counts = f"1 to {total_layers - 1}"
         raise OvspecError(
@@ -278,7 +278,7 @@ def run_worker_job(
         overlay_variables = prepare_environment_variables(model.family.environment, model.model_type)
     stop_requested = False
     with tempfile.TemporaryDirectory(dir=scratch_folder, ignore_cleanup_errors=True) as temporary_folder:
-        # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
+        # Everything needed is already downloaded, with weights as safetensors only; the job must not download anything.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
         environment |= {
             "TMPDIR": temporary_folder,
@@ -333,7 +333,7 @@ def make_process_group_arguments() -> JsonObject:
 
 
 def forward_messages(process: subprocess.Popen[bytes], on_message: MessageHandler | None) -> None:
-    """Hand on a worker's messages until it ends."""
+    """Pass on a worker's messages until it ends."""
     assert process.stdout
     for line in process.stdout:
         if on_message:
@@ -408,7 +408,7 @@ def choose_group_size(source: Source, compression: Compression) -> Compression:
 
 
 def check_converted_files(source: Source, folder: Path) -> None:
-    """Raise OvspecError if a step reported success but left no model."""
+    """Raise OvspecError if a step reported success but produced no model."""
     for file in (folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin")):
         if not file.is_file() or not file.stat().st_size:
             raise OvspecError(f"{source.name}: the conversion wrote no {file.name}; is the disk full?")

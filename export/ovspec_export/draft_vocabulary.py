@@ -28,7 +28,7 @@ from ovspec.ir.lm_head import find_logits_operations, keep_logits
 from ovspec_export.sources import HeadSource, MtpSource, Source
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.json"
-MIN_IDS = 64  # ids; with fewer, hardly anything can be proposed
+MIN_IDS = 64  # ids; with fewer, a draft is nearly useless
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DraftVocabularyFile:
 
 
 def write_draft_vocabulary(folder: Path, ids: np.ndarray) -> None:
-    """Let the checkpoint in ``folder`` propose only ``ids`` (n,)."""
+    """Make the checkpoint in ``folder`` propose only ``ids`` (n,)."""
     write_atomically(folder / DRAFT_VOCABULARY_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
 
 
@@ -49,7 +49,7 @@ def read_draft_vocabulary(folder: Path) -> np.ndarray:
 
 
 def is_trimmed(source: Source) -> bool:
-    """Return whether a model proposes only some ids."""
+    """Return whether a model has a reduced vocabulary."""
     return has_trimmed_vocabulary(source.path) if source.is_ir else (source.path / DRAFT_VOCABULARY_FILE).is_file()
 
 
@@ -111,12 +111,12 @@ def concatenate_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
 
 
 def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
-    """Keep of the lm_head of the IR in ``folder`` only the rows of ``ids`` (n,); the embedding keeps all.
+    """Reduce the lm_head of the IR in ``folder`` to the rows of ``ids`` (n,); the embedding keeps all.
 
     ``name`` is for messages.
 
     Raises:
-        OvspecError: the lm_head isn't found, or its weights are made in an unknown way.
+        OvspecError: the lm_head isn't found, or its weights come from unknown operations.
     """
     try:
         model = read_and_trim_model(folder, ids)
@@ -132,7 +132,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
 def read_and_trim_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` reduced to the logits of ``ids`` (n,); ValueError if impossible."""
     model = read_openvino_model(folder)
-    # The embedding may have the lm_head's weights, so the rows come from a second reading.
+    # The embedding may share the lm_head's weights, so the rows come from a second copy of the model.
     second_model = read_openvino_model(folder)
     logits_operations = find_logits_operations(model)
     previous_node = logits_operations[0].input_value(0).get_node()

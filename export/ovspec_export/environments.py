@@ -26,10 +26,10 @@ from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.ir.device import default_cache_dir
 from ovspec_export.folders import check_disk_space
 
-NEEDED_BYTES = 130_000_000  # of disk while an overlay is made, wheels included
-# Scripts are not used. Wheels may overwrite each other's, and pip lists them outside the folder.
+NEEDED_BYTES = 130_000_000  # of disk for making an overlay, wheels included
+# Scripts are unused. Wheels may overwrite each other's, and pip lists them outside the folder.
 SCRIPT_PREFIXES = ("../", "/", "bin/", "Scripts/")
-# Text in pip's or uv's output -> why the packages could not be had.
+# Text in pip's or uv's output -> why the packages are unavailable.
 INSTALL_FAILURES = {
     "No space left on device": "the disk is full",
     "No matching distribution": "the package index cannot be reached or doesn't have them",
@@ -192,7 +192,7 @@ def install_wheels(environment: Environment, families: str) -> int:
 
 
 def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
-    """Return the reason why the packages couldn't be had, from the output of pip or uv."""
+    """Return why the packages are unavailable, from the output of pip or uv."""
     output = process.stdout + process.stderr
     for pattern, reason in INSTALL_FAILURES.items():
         if pattern in output:

@@ -123,10 +123,10 @@ def plan_export(
 
 
 def resolve_compression(source: Source, compression: Compression | None) -> Compression:
-    """Return how the weights of ``source`` are stored, by default as they are if they are quantised, else in int8.
+    """Return the format of the weights of ``source``, by default unchanged if they are quantised, else int8.
 
     Raises:
-        OvspecError: they are to be kept, and can't be.
+        OvspecError: they can't be kept as requested.
     """
     if compression is not None and compression.weight_format != KEEP:
         check_can_be_unpacked(source)

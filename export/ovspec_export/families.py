@@ -46,7 +46,7 @@ UNCHANGED_FAMILIES = (
 )
 UNTESTED_FAMILIES = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
 FAMILIES: dict[str, Family] = {
-    # Written for transformers 5.0 and older in optimum, but the same in 5.5.
+    # Restricted to transformers 5.0 and older in optimum, but works the same in 5.5.
     **dict.fromkeys(
         ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), Family(ignores_version_limit=True)
     ),
@@ -54,7 +54,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family(
         ignores_version_limit=True, experts_implementation="batched_mm", patches=("shorten_dummy_window",)
     ),
-    # optimum knows by the model's name how it is compressed to int4; a snapshot of the hub has none.
+    # optimum chooses the int4 compression by the model's name, missing in a snapshot of the hub.
     "gpt_oss": Family(patches=("compress_as_gpt_oss",)),
     # Unknown to optimum, but built like another family.
     "ministral": Family(alias_of="mistral"),
@@ -84,7 +84,7 @@ FAMILIES: dict[str, Family] = {
         ("aquila", "baichuan", "deci", "exaone", "internlm", "internlm2", "jais", "orion", "xverse"),
         OLD_REMOTE_CODE_FAMILY,
     ),
-    # Exported as optimum does it.
+    # Exported by optimum without changes.
     **dict.fromkeys(UNCHANGED_FAMILIES.split(), Family()),
     **dict.fromkeys(UNTESTED_FAMILIES.split(), Family(untested=True)),
 }
@@ -141,7 +141,7 @@ UNSUPPORTED_FAMILIES = {
 
 
 def find_family(model_type: str, name: str) -> Family:
-    """Return how checkpoints of this ``model_type`` are exported; raises OvspecError if they can't be."""
+    """Return how to export checkpoints of this ``model_type``; raises OvspecError if impossible."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     reason = UNSUPPORTED_FAMILIES.get(model_type, "unknown to ovspec and optimum-intel")

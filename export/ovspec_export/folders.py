@@ -47,7 +47,7 @@ def check_output_folder(output: Path, overwrite: bool) -> None:
 
 
 def check_files_closed(output: Path) -> None:
-    """Raise OvspecError if an export can't be replaced because its files are open, as Windows demands."""
+    """Raise OvspecError if an export can't be replaced because its files are open, as on Windows."""
     if sys.platform == "win32" and has_manifest(output):
         try:
             output.rename(backup_path(output))
@@ -144,14 +144,14 @@ def replace_folder(new_folder: Path, output: Path) -> None:
             break
         except BaseException as error:
             restore_backup(output)
-            # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file for a moment.
+            # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file briefly.
             if not isinstance(error, OSError) or not new_folder.exists() or attempt == 4:
                 if sys.platform == "win32" and isinstance(error, PermissionError):
                     raise open_files_error(output) from None
                 raise
             time.sleep(0.1)
     if has_manifest(backup):
-        for file_name in list(find_foreign_files(backup)):  # came while the export ran
+        for file_name in list(find_foreign_files(backup)):  # added during the export
             if not (output / file_name).exists():
                 (output / file_name).parent.mkdir(parents=True, exist_ok=True)
                 (backup / file_name).rename(output / file_name)
@@ -203,7 +203,7 @@ def check_disk_space(
 
 
 def link_or_copy(source_file: Path, new_file: Path) -> None:
-    """Let ``new_file`` be the same file, or a copy where the disk has no links."""
+    """Make ``new_file`` a link to the same file, or a copy where the disk has no links."""
     try:
         os.link(source_file, new_file)
     except OSError:

@@ -39,7 +39,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
     Its weights are written in f32 for an export in fp32, else in 16 bits.
 
     Raises:
-        OvspecError: the tokenizer or a tensor isn't understood, or the disk is full.
+        OvspecError: the tokenizer or a tensor is unknown, or the disk is full.
     """
     dtype = choose_weight_dtype(source, weight_format)
     with show_step(f"{source.name}: unpacking {format_size(source.size_in_bytes)} to {dtype}", keep_line=True):
@@ -72,7 +72,7 @@ def write_gguf_config(source: GgufSource, folder: Path, dtype: str) -> None:
 
 
 def choose_weight_dtype(source: GgufSource, weight_format: str) -> str:
-    """Return the type of the unpacked weights; f16 holds quantised weights to a part in 2,000."""
+    """Return the type of the unpacked weights; f16 represents quantised weights to a part in 2,000."""
     if weight_format == "fp32":
         return "float32"
     return (

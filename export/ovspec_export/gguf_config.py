@@ -216,12 +216,12 @@ def build_config(headers: GgufHeaders) -> JsonObject:
         problem = f"incomplete or not supported ({error})"
         raise OvspecError(f"{headers.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
     known_entries = {name: entry for name, entry in config.items() if entry is not None}
-    # All ids are written, as a family's default for a token would be another's.
+    # All ids are written, because a family's default for a token would be wrong.
     return known_entries | role_token_ids | {"model_type": architecture.model_type}
 
 
 def check_model_kind(headers: GgufHeaders) -> None:
-    """Raise OvspecError if the file holds no language model, or a model of an unknown family."""
+    """Raise OvspecError if the file isn't a language model, or the model's family is unknown."""
     model_kind = str(headers.metadata.get("general.type") or "model")
     advice = PARTIAL_MODEL_KINDS.get("mmproj" if headers.architecture == "clip" else model_kind)
     if advice:
@@ -237,7 +237,7 @@ def check_model_kind(headers: GgufHeaders) -> None:
 
 
 def compute_head_width(config: JsonObject) -> int:
-    """Return the number of values in a head of attention."""
+    """Return the number of values in an attention head."""
     hidden_size: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
     head_count: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
     return config.get("head_dim") or hidden_size // head_count

@@ -1,7 +1,7 @@
-"""Read GGUF files: their metadata and where their tensors are, with every length checked against the file's size.
+"""Read GGUF files: their metadata and their tensors' places, with every length checked against the file's size.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package's own reader isn't used, as
-a damaged length keeps it busy for hours; its tables of quantised types are.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package's own reader isn't used,
+because a damaged length keeps it busy for hours; its tables of quantised types are.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ovspec.setup.identity import list_model_files
 
 MAGIC = b"GGUF"
 FORMAT_VERSIONS = (2, 3)  # of the format
-DEFAULT_ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
+DEFAULT_ALIGNMENT = 32  # of the tensors, unless the metadata has another
 SCALAR_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
 SCALAR_DTYPES |= {10: "<u8", 11: "<i8", 12: "<f8"}
-# Far more than files have; beyond it, a damaged or hostile header would fill the memory.
+# Far more than in real files; beyond it, a damaged or hostile header would fill the memory.
 MAX_HEADER_BYTES = 2**28
 MAX_ARRAY_ELEMENTS = 2**24  # of all arrays of the metadata
 MAX_ENTRIES, MAX_TENSORS = 2**16, 2**18
-READ_BYTES = 2**18  # about as many are made floats at a time
+READ_BYTES = 2**18  # about so many are converted to floats at a time
 FLOAT_TYPE, STRING_TYPE, ARRAY_TYPE = 6, 8, 9
 CHECKPOINT_ADVICE = "export the original checkpoint instead"  # if a file can't be read
 
@@ -89,7 +89,7 @@ class TensorInfo:
         from gguf.quants import dequantize
 
         stored = self.read_bytes()
-        # Of a few long rows it is faster than of many, and blocks don't depend on rows.
+        # A few long rows are faster than many, and blocks don't depend on rows.
         row_count = math.prod(self.shape[:-1])
         least_count = min(max(1, stored.size // READ_BYTES), row_count)
         long_row_count = next(count for count in range(least_count, row_count + 1) if row_count % count == 0)
@@ -119,7 +119,7 @@ def read_gguf_headers(path: Path) -> GgufHeaders:
     """Read the headers of a GGUF file and of its other shards.
 
     Raises:
-        OvspecError: it isn't a GGUF file, is damaged or cut off, or a shard is missing.
+        OvspecError: it isn't a GGUF file, is damaged or truncated, or a shard is missing.
     """
     files = list_model_files(path)
     metadata, tensors = read_shard_header(files[0])
@@ -162,7 +162,7 @@ def read_shard_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
 
 
 class GgufHeaderReader:
-    """Reads the header from its beginning on; ValueError or struct.error where the file ends too early."""
+    """Reads the header from its beginning; ValueError or struct.error for a truncated file."""
 
     def __init__(self, data: mmap.mmap, file: Path) -> None:
         self._data = data

@@ -35,7 +35,7 @@ CAMEL_CASE = [
 CAMEL_CASE_CONTRACTED = "|".join(rf"{part}(?:{CONTRACTION})?" for part in CAMEL_CASE)
 # Digits in groups of three, counted from the last digit; the first group includes the text before it, as in llama.cpp.
 THOUSANDS = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-# The same for ASCII digits, among others: each match begins where a multiple of three is left of them.
+# The same for ASCII digits, among others: each match begins with a multiple of three digits left.
 DIGIT_TRIPLES_LEFT = r"(?:[0-9]{3})+(?![0-9])"
 SUPERBPE = (r"\p{N}+", rf"(?={DIGIT_TRIPLES_LEFT})\p{{N}}(?:(?!{DIGIT_TRIPLES_LEFT})\p{{N}})*")
 HAN_RANGES = (
@@ -43,7 +43,7 @@ HAN_RANGES = (
     "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
 CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
-CJK_AND_HANGUL = r"(?:(?!\s)[一-龥ࠀ-一가-" "\ud7ff])+"  # and all between them except white space
+CJK_AND_HANGUL = r"(?:(?!\s)[一-龥ࠀ-一가-" "\ud7ff])+"  # and everything between them except white space
 ASIAN = "[一-\u9fff㐀-\u4dbf豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
 ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 DEEPSEEK_WORDS = rf"{ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
@@ -63,7 +63,7 @@ BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 JAIS2_SPACES = "|".join(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
 JAIS2 = rf"{CONTRACTION}|{WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{JAIS2_SPACES}|\s"
 GPT4O = rf"{CAMEL_CASE_CONTRACTED}|\p{{N}}{{1,3}}|{SYMBOLS_AND_SLASHES}"
-# As in llama.cpp, the first half of the original expression takes every letter, so the second has nothing to match.
+# As in llama.cpp, the first half of the original expression matches every letter, so the second never matches.
 TINY_AYA = rf"{MARKED_WORD}(?:{CONTRACTION})?|\p{{N}}{{1,3}}|{SYMBOLS_AND_SLASHES}"
 YOUTU = (
     "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-\u303f︰-﹏]+|[ㄅ-ㄯ]+|" + CJK,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-SPACE_SYMBOL = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
+SPACE_SYMBOL = "\N{LOWER ONE EIGHTH BLOCK}"  # represents a space in SentencePiece
 NONCHARACTER = "\U0010ffff"  # marks places in a text; meaningless in Unicode, so never in texts
 TEMPLATE_KEY = "tokenizer.chat_template"
 HF_ROLE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -241,7 +241,7 @@ def add_special_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, is_phi3
 def add_bos_and_eos(
     tokenizer: Tokenizer, metadata: TokenizerMetadata, vocabulary: GgufVocabulary, add_bos: bool, name: str
 ) -> None:
-    """Put BOS before and EOS after every text, as the metadata says; ``add_bos`` holds where it doesn't."""
+    """Put BOS before and EOS after every text, by the metadata; ``add_bos`` is the default."""
     from tokenizers import processors
 
     if metadata.model != "gemma4" and metadata.add_bos_token is not None:
@@ -254,7 +254,7 @@ def add_bos_and_eos(
         raise damaged_tokenizer_error(name, problem)
     tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in template_order if role != "$A"}
     if unusable_text := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
-        # It has a meaning in templates of tokenizers.
+        # The text has a special meaning in tokenizers' templates.
         raise damaged_tokenizer_error(name, f"{quote_shortened(unusable_text)} can't be added to every text")
     if tokens:
         tokenizer.post_processor = processors.TemplateProcessing(

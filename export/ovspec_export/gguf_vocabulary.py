@@ -80,7 +80,7 @@ class GgufVocabulary:
 
 
 def read_tokenizer_metadata(entries: JsonObject, name: str) -> TokenizerMetadata:
-    """Return the metadata of the file ``name``; raise OvspecError if something is missing or of another type."""
+    """Return the metadata of the file ``name``; raise OvspecError if an entry is missing or has another type."""
     keys = [metadata_field.encode_name for metadata_field in fields(TokenizerMetadata)]
     try:
         return convert({key: entries[key] for key in keys if key in entries}, TokenizerMetadata)

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by the names of transformers' parameters, in integers where ggml has them so."""
+"""The weights of a GGUF file by the names of transformers' parameters, as integers if ggml stores integers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEEP_ADVICE = "set `weight_format`"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor of the file goes. row_order: (rows,), the file's row of each row; None for the same order."""
+    """The destination of a tensor. row_order: (rows,), the file's row of each row; None for the same order."""
 
     file_name: str
     row_order: np.ndarray | None = None
@@ -203,7 +203,7 @@ class GgufWeights:
 
 @contextlib.contextmanager
 def make_name_tables_once() -> Iterator[None]:
-    """Let transformers make gguf's table of tensors' names once, not once for every module of a model."""
+    """Make transformers build gguf's table of tensor names once, not once for every module of a model."""
     import gguf
 
     original_make = gguf.get_tensor_name_map

@@ -13,7 +13,7 @@ from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_co
 from ovspec_export.agreement import REPORT_ADVICE
 from ovspec_export.heads import HeadModule
 
-# Entries of a text, in turn: several at once, some one by one with the head's own features, and several at once again.
+# Entries of a text, in order: several at once, some one by one with the head's own features, then several at once.
 FIRST_ENTRY_COUNT, UNROLLED_ENTRY_COUNT, LAST_ENTRY_COUNT = 9, 3, 4
 KNOWN_ENTRY_COUNT = FIRST_ENTRY_COUNT + LAST_ENTRY_COUNT  # entries with features of the target
 MISSING_ENTRY_COUNT = 4  # entries missing at the beginning of the batch's second row

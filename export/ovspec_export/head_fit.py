@@ -47,7 +47,7 @@ class HeadSizes:
 
 
 def read_head_sizes(head: HeadSource) -> HeadSizes:
-    """Return the sizes of a head; raises OvspecError if it can't be used."""
+    """Return the sizes of a head; raises OvspecError if it is unusable."""
     if head.is_ir:
         return read_head_ir_sizes(head)
     if isinstance(head, MtpSource):

@@ -99,7 +99,7 @@ def is_head_config(config: JsonObject) -> bool:
     """Return whether a config.json belongs to an EAGLE-3 head."""
     architectures = config.get("architectures")
     architecture_names = {str(name) for name in architectures} if isinstance(architectures, list) else set()
-    # EAGLE's authors call theirs a Llama.
+    # EAGLE's authors call their heads Llama models.
     is_named_llama = architecture_names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
     is_speculators = config.get("speculators_model_type") == "eagle3"
     return is_named_llama or bool({*HEAD_ARCHITECTURES} & architecture_names) or is_speculators
@@ -158,7 +158,7 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
 def build_head_layout(
     config: JsonObject, tensor_shapes: Mapping[str, Sequence[int]], is_speculators: bool
 ) -> HeadLayout:
-    """Return the layout by the flat config. is_speculators: the config was nested, as speculators writes it."""
+    """Return the layout from the flat config. is_speculators: the config was nested, as in speculators."""
     hidden_size, head_count, vocab_size = (
         int(config[name]) for name in ("hidden_size", "num_attention_heads", "vocab_size")
     )

@@ -81,7 +81,7 @@ class HeadAttention(nn.Module):
     def forward(
         self, states: Tensor, mask: Tensor, cosines_and_sines: KeyValueCache, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return the attended states, and the cache with the new keys and values."""
+        """Return the attended states, and the cache extended by the new keys and values."""
         shape = (*states.shape[:2], -1, self.layout.head_dim)
         queries = self.q_norm(self.q_proj(states).view(shape)).transpose(1, 2)
         keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
@@ -135,7 +135,7 @@ class HeadLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE-3 head. The target's embedding takes the place of ``embed_tokens`` where it has none."""
+    """An EAGLE-3 head. Without an embedding of its own, it uses the target's as ``embed_tokens``."""
 
     output_names: tuple[str, ...] = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT)
 
@@ -162,7 +162,7 @@ class EagleHead(nn.Module):
         return self.d2t.numpy() + np.arange(len(self.d2t))
 
     def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
-        """Return features [batch, new, hidden] of the inputs of the target's layers, side by side."""
+        """Return features [batch, new, hidden] from the concatenated inputs of the target's layers."""
         states = target_hidden_states if self.input_norm is None else self.input_norm(target_hidden_states)
         if self.fc_norm:
             layer_states = states.chunk(self.layout.tap_count, -1)
@@ -172,7 +172,7 @@ class EagleHead(nn.Module):
     def run_layer(
         self, embedded: Tensor, features: Tensor, mask: Tensor, position_ids: Tensor, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return the layer's output [batch, new, hidden] and the longer cache.
+        """Return the layer's output [batch, new, hidden] and the extended cache.
 
         mask: added to the attention's scores, [batch, 1, new, past + new].
         """
@@ -200,9 +200,9 @@ class EagleHead(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return logits, the next features, the output of ``fuse_target_states``, and the longer cache, as the IR does.
+        """Return logits, the next features, the output of ``fuse_target_states``, and the extended cache, like the IR.
 
-        tokens: ids, or embeddings if it has none itself.
+        tokens: ids, or embeddings if the head has no embedding.
         """
         embedded = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         mask = make_causal_mask(attention_mask, position_ids.shape[1])
@@ -274,7 +274,7 @@ def have_equal_values(matrix: Tensor, other_matrix: Tensor) -> bool:
 
 
 def read_target_embedding(folder: Path) -> Tensor | None:
-    """Return the embedding of a checkpoint's tokens, or None if it has none of a usual name."""
+    """Return a checkpoint's token embedding, or None if it has none under a common name."""
     from safetensors import safe_open
 
     if has_kept_weights(folder):
@@ -342,7 +342,7 @@ def convert_head_to_ir(head: HeadModule, tap_layers: list[int]) -> ov.Model:
         port.get_node().set_partial_shape(ov.PartialShape(shape))  # type: ignore[attr-defined]
     output_names = (*head.output_names, "present.0.key", "present.0.value")
     for port, name in zip(model.outputs, output_names, strict=True):
-        # Of MTP, the tensor with the target's states is an input and an output, and so has two names.
+        # In MTP, the tensor with the target's states is an input and an output, and so has two names.
         port.get_tensor().set_names({name} | {FUSION_INPUT} & port.get_names())
     if head.target_ids is not None:
         write_target_ids(model, head.target_ids)

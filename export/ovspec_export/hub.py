@@ -20,7 +20,7 @@ FIRST_SHARD = re.compile(r"-00001-of-\d{5}$")
 QUANTIZATION_SUFFIX = re.compile(r"[.-]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)
 LATER_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror)  # OSErrors not caused by the disk
-PROJECTOR_PREFIX = "mmproj"  # begins the names of GGUF files for images
+PROJECTOR_PREFIX = "mmproj"  # prefix of the names of GGUF files for images
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def read_repository(name: str, hub: HubName) -> Repository:
     with name_hub_errors(name, hub.revision):
         try:
             answer = HfApi().model_info(hub.repository, revision=hub.revision, files_metadata=True)
-        except refusals:  # a gated repository's is a RepositoryNotFoundError
+        except refusals:  # a gated repository raises RepositoryNotFoundError
             raise
         except Exception:  # no network, or offline mode
             folder = Path(snapshot_download(hub.repository, revision=hub.revision, local_files_only=True))

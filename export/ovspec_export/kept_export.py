@@ -79,7 +79,7 @@ def loading_skeletons(folder: Path) -> Iterator[list[Skeleton]]:
 
 @contextlib.contextmanager
 def keeping_weights(folder: Path) -> Iterator[None]:
-    """Make optimum export the checkpoint in ``folder`` with the weights as they are, if they are elsewhere."""
+    """Make optimum export the checkpoint in ``folder`` with the weights unchanged, if they are elsewhere."""
     if not has_kept_weights(folder):
         yield
         return

@@ -28,7 +28,7 @@ QUANTISATION_KEYS = ("quantization_config", "compression_config")  # of configs 
 class KeptWeights(Protocol):
     """The weights of a quantised source, by transformers' names of a model's parameters.
 
-    Of experts, the matrices of their ``ExpertStack`` have names of their own.
+    Matrices of experts have the names in their ``ExpertStack``.
     """
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -47,13 +47,13 @@ class KeptWeights(Protocol):
         ...
 
     def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:
-        """Return the same, but matrices as ``read_matrix`` rounds them; ``with_offsets`` is as there."""
+        """Return the same, but with matrices rounded as in ``read_matrix``; ``with_offsets`` is as there."""
         ...
 
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:
         """Return a matrix (rows, columns) as integers, or as floats in f16, or in bf16 as uint16.
 
-        with_offsets: groups may have offsets; they are faster on some processors, and only a product can have them.
+        with_offsets: groups may have offsets; they are faster on some processors, but possible only in products.
         """
         ...
 
@@ -112,7 +112,7 @@ def check_numbers(packed: PackedWeights, name: str, source: str) -> None:
 
 
 def quantise_to_int8(values: np.ndarray) -> PackedWeights:
-    """Return weights (rows, columns) rounded to 256 steps between the least and the largest of each row."""
+    """Return weights (rows, columns) rounded to 256 steps between the smallest and the largest of each row."""
     lowest = np.minimum(values.min(1, keepdims=True), 0)
     steps = (np.maximum(values.max(1, keepdims=True), 0) - lowest) / 255
     scales = np.where(steps == 0, 1, steps).astype(np.float32)

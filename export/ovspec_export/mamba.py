@@ -69,7 +69,7 @@ def run_mixer(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any
     layer_index = self.layer_idx
     kernel_size = self.conv_kernel_size
     convolution_inputs, gate = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
-    # The past holds the last ``kernel_size`` inputs.
+    # The past consists of the last ``kernel_size`` inputs.
     window = torch.cat([cache_params.conv_states[layer_index], convolution_inputs], dim=-1)
     cache_params.conv_states[layer_index] = window[..., -kernel_size:]
     convolved = torch.nn.functional.conv1d(

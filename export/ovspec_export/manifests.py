@@ -1,4 +1,4 @@
-"""The entries of an exported folder's manifest, and the folder's completion by it."""
+"""The entries of an exported folder's manifest, and the completion of the folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSIONED_PACKAGES = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel"
 
 
 def complete_export(work_folder: Path, output: Path, manifest: Manifest) -> None:
-    """Complete the export in ``work_folder`` by its manifest, with checksums, and move it to ``output``."""
+    """Complete the export in ``work_folder`` with its manifest and checksums, and move it to ``output``."""
     with show_step(f"{output.name}: computing checksums", keep_line=True) as computing:
         files = sorted(
             path for path in work_folder.rglob("*") if path.is_file() and path != work_folder / MANIFEST_FILE

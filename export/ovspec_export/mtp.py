@@ -1,6 +1,6 @@
 """MTP layers in torch, with the interface of ``EagleHead``: read from a checkpoint, or new.
 
-The decoder layer, its norms and its rotary embedding are transformers' own of the target's family.
+The decoder layer, its norms and its rotary embedding are transformers' own for the target's family.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MtpLayer(nn.Module):
     def run_layer(
         self, embedded: Tensor, features: Tensor, mask: Tensor, position_ids: Tensor, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return the layer's output [batch, new, hidden] and the longer cache.
+        """Return the layer's output [batch, new, hidden] and the extended cache.
 
         mask: added to the attention's scores, [batch, 1, new, past + new].
         """
@@ -113,7 +113,7 @@ class MtpLayer(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the next features, the output of ``fuse_target_states``, and the longer cache, as the IR does."""
+        """Return the next features, the output of ``fuse_target_states``, and the extended cache, like the IR."""
         mask = make_causal_mask(attention_mask, position_ids.shape[1])
         states, cache = self.run_layer(embedded, features, mask, position_ids, (key, value))
         return self.compute_next_features(states), self.fuse_target_states(target_hidden_states), *cache
@@ -220,7 +220,7 @@ def make_new_mtp_layer(config: JsonObject) -> MtpLayer:
 
 
 def write_layer_config(config: JsonObject, folder: Path) -> None:
-    """Write the config of the layer alone, with a tiny vocabulary, as nothing else uses its embedding."""
+    """Write the config of the layer alone, with a tiny vocabulary, because its embedding is unused."""
     token_entries = {name: None for name in config if name.endswith("_token_id")}
     layer_config = make_layer_config(config) | token_entries | {"vocab_size": UNUSED_VOCAB_SIZE}
     (folder / "config.json").write_text(json.dumps(layer_config), encoding="utf-8", newline="\n")

@@ -66,7 +66,7 @@ def find_mtp_layers(names: Iterable[str], config: JsonObject) -> list[dict[str, 
 
 
 def make_layer_config(config: JsonObject) -> JsonObject:
-    """Return the config of a model with the MTP layer alone: attention in full, and experts if the target has some."""
+    """Return the config of a model with the MTP layer alone: full attention, and experts if the target has some."""
     config = {name: entry for name, entry in config.items() if name not in QUANTISATION_KEYS}
     layer_config = config | {"layer_types": ["full_attention"], "architectures": [MTP_ARCHITECTURE]}
     layer_config |= {"sliding_window": None, "use_sliding_window": False}

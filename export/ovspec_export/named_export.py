@@ -23,7 +23,7 @@ LARGE_MODEL_SHARE = 1 / 3  # of the memory: a model with more in int8 becomes in
 VNNI_FEATURES = frozenset({"avx_vnni", "avx512_vnni"})
 UNQUANTISED_GGUF = ("f16", "bf16", "f32")
 BYTES_PER_WEIGHT = {"float32": 4.0}  # of checkpoints, by the type in their config; others have 2
-# A guide for the line before an export, measured on two cores; the download at 100 Mbit/s.
+# Rough values for the line before an export, measured on two cores; the download at 100 Mbit/s.
 START_SECONDS = 30.0
 SECONDS_PER_WEIGHT = 3e-7
 SECONDS_PER_KEPT_WEIGHT = 5e-8
@@ -48,7 +48,7 @@ class ModelSize:
     keeps_weights: bool
 
     def estimate_exported_bytes(self, weight_format: str) -> float:
-        """Return about how many bytes its export takes."""
+        """Return the approximate size of its export in bytes."""
         if weight_format == KEEP:
             return 1.1 * self.weight_bytes + 20e6
         return self.parameter_count * WEIGHT_FORMATS[weight_format] / 8 + 20e6
@@ -128,7 +128,7 @@ def choose_compression(size: ModelSize) -> Compression | None:
 
 
 def describe_cost(name: str, sizes: Sequence[ModelSize], weight_format: str) -> str:
-    """Return the line before an export: bytes to fetch, space on the disk, and about how long it takes."""
+    """Return the line before an export: bytes to download, space on the disk, and approximate time."""
     fetched_bytes = sum(size.fetched_bytes for size in sizes)
     exported_bytes = sum(size.estimate_exported_bytes(KEEP if size.keeps_weights else weight_format) for size in sizes)
     seconds = fetched_bytes / FETCHED_BYTES_PER_SECOND

@@ -140,7 +140,7 @@ def find_column_order(group_numbers: np.ndarray | None, column_count: int, group
     group_numbers: the group of each column; None, or all -1, for groups in order.
 
     Raises:
-        ValueError: the groups aren't equally large.
+        ValueError: the groups differ in size.
     """
     if column_count % group_count:
         raise ValueError(f"{column_count} columns in {group_count} groups")

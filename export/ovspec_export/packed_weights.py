@@ -106,7 +106,7 @@ def unpack_rows(weights: PackedWeights | np.ndarray, rows: np.ndarray | slice = 
 
 
 def measure_rounding(packed: PackedWeights, exact: PackedWeights) -> float:
-    """Return the error of ``packed``, of the same weights as ``exact``: its root mean square as a share of theirs."""
+    """Return the error of ``packed`` relative to ``exact``: its root mean square, as a share of the weights'."""
     step = max(1, exact.shape[0] // ERROR_SAMPLE_ROWS)
     rows = np.arange(0, exact.shape[0], step)
     exact_weights = exact.take_rows(rows).unpack()

@@ -86,7 +86,7 @@ def match_hugging_face_tokens() -> None:
 
 
 def adapt_optimum(model_type: str) -> JsonObject:
-    """Change optimum as the family needs it; return further arguments for loading the checkpoint."""
+    """Change optimum for the family; return further arguments for loading the checkpoint."""
     from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)
     from optimum.exporters.tasks import TasksManager
 
@@ -179,14 +179,14 @@ def pass_position_ids() -> None:
 
 
 def scan_mamba_in_a_loop() -> None:
-    """Let Mamba read any number of tokens after any past."""
+    """Make Mamba read any number of tokens after any past."""
     from ovspec_export import mamba
 
     mamba.replace_optimum_mixer()
 
 
 def compress_as_gpt_oss() -> None:
-    """Let optimum find the defaults of gpt-oss for int4, whatever the checkpoint's folder is called."""
+    """Make optimum find the defaults of gpt-oss for int4, whatever the name of the checkpoint's folder."""
     from optimum.intel.openvino import configuration
 
     original_candidates = configuration._get_model_id_candidates

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file by name; their elements stay on the disk until they are needed.
+    """Return the tensors in a file by name; their elements stay on the disk until used.
 
     Raises:
-        OvspecError: it is damaged, or holds something other than tensors by name.
+        OvspecError: it is damaged, or has content other than named tensors.
     """
     import torch  # deferred, because it takes seconds
 

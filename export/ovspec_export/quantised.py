@@ -72,7 +72,7 @@ def load_checkpoint_model(
 ) -> Any:
     """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum.
 
-    as_exported: kept weights are rounded as an export of this process does.
+    as_exported: round kept weights as in this process's export.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -103,7 +103,7 @@ def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
     """
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, 4 * math.prod(shape), **private)
-    with contextlib.suppress(AttributeError, OSError):  # not on every system
+    with contextlib.suppress(AttributeError, OSError):  # unavailable on some systems
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     values = np.frombuffer(memory, np.float32).reshape(shape)
     values[..., 0, :2] = mark
@@ -121,7 +121,7 @@ def read_rounded_values(kept: KeptWeights, product_only: frozenset[str], name: s
     values = kept.read_values(name)
     step = max(1, math.prod(values.shape[:-1]) // CHECKED_ROWS)
     sample = values.reshape(-1, values.shape[-1])[::step].copy()
-    del values  # so that only one matrix is in memory
+    del values  # to keep only one matrix in memory
     rounded_values = kept.read_kept_values(name, name in product_only)
     difference = rounded_values.reshape(-1, sample.shape[1])[::step] - sample
     if np.sqrt(np.mean(np.square(difference))) > MAX_DIFFERENCE * np.sqrt(np.mean(np.square(sample))):
@@ -140,7 +140,7 @@ def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
 def read_matrices_when_used(
     model: PreTrainedModel, read_values: Callable[[str], np.ndarray], kept: KeptWeights
 ) -> None:
-    """Let each module of a skeleton read its matrices when it is computed, and drop them afterwards.
+    """Make each module of a skeleton read its matrices when it is computed, and drop them afterwards.
 
     read_values: returns the values of a parameter of ``kept``, by name.
     """
@@ -233,7 +233,7 @@ class GraphFiller:
         name: str,
         is_transposed: bool,
     ) -> None:
-        """Let the operation at ``port`` read ``weights_node`` in place of a marked matrix."""
+        """Connect ``weights_node`` to the operation at ``port`` in place of a marked matrix."""
         consumer = port.get_node()
         attributes = consumer.get_attributes()
         is_product = consumer.get_type_name() == "MatMul" and port.get_index() == 1 and not attributes["transpose_a"]
@@ -243,7 +243,7 @@ class GraphFiller:
         if (not is_plain and not takes_rows) or (is_stack and (is_transposed or not takes_rows)):
             raise OvspecError(f"its weights can't be kept: {name} is used by {consumer.get_type_name()}")
         if is_plain and not (takes_rows and is_transposed):
-            # Without a new product: the values of experts don't have their true width before all are replaced.
+            # Without a new product: the values of experts get their true width only once all are replaced.
             if is_transposed:
                 weights_node = ops.transpose(weights_node, np.array([1, 0]))
             port.replace_source_output(weights_node.output(0))

@@ -79,7 +79,7 @@ def download_config(hub: HubName, name: str, trust_remote_code: bool) -> Source:
     folder = download_snapshot(
         name, hub.repository, hub.revision, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN
     )
-    source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
+    source = make_source(folder, name, folder.name)  # the snapshot's folder is named after its commit
     if not (folder / "config.json").is_file():
         repository = read_repository(name, hub)
         if any(path.endswith(".gguf") for path in repository.sizes):
@@ -94,7 +94,7 @@ def download_gguf_file(hub: HubName, name: str) -> GgufSource:
     """Download a GGUF file from a repository on the hub, with all its shards, or find it in the hub's cache.
 
     Raises:
-        OvspecError: it can't be had or read.
+        OvspecError: it is unavailable or unreadable.
     """
     repository = read_repository(name, hub)
     files = choose_gguf_files(name, hub, repository)
@@ -103,7 +103,7 @@ def download_gguf_file(hub: HubName, name: str) -> GgufSource:
 
 
 def make_gguf_source(path: Path, name: str, revision: str) -> GgufSource:
-    """Return the model in a GGUF file; raises OvspecError if it can't be read or exported."""
+    """Return the model in a GGUF file; raises OvspecError if it is unreadable or can't be exported."""
     source = GgufSource(name, path, False, revision, read_gguf_headers(path))
     _ = source.family
     return source

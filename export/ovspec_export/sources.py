@@ -1,4 +1,4 @@
-"""Where a model comes from: a checkpoint or an IR, in a folder or on the Hugging Face hub, or a GGUF file."""
+"""The sources of models: a checkpoint or an IR, in a folder or on the Hugging Face hub, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Source:
         return text_config if isinstance(text_config, dict) else None
 
     def get_config_number(self, name: str) -> int | None:
-        """Return a number of ``CONFIG_NUMBERS`` for the text model, or None if the config doesn't say."""
+        """Return a number of ``CONFIG_NUMBERS`` for the text model, or None if it is missing in the config."""
         config = self.text_config or self.config.get("text_config") or self.config
         if self.text_only_family:
             config = self.text_only_family.config_defaults | config
@@ -231,7 +231,7 @@ class HeadSource(Source):
 
     @property
     def is_quantised(self) -> bool:
-        """False: its weights aren't kept as they are."""
+        """False: its weights aren't kept unchanged."""
         return False
 
     @property
@@ -241,7 +241,7 @@ class HeadSource(Source):
 
     @property
     def family(self) -> Family:
-        """How it is exported: as this package does it."""
+        """How to export it: with this package."""
         return Family()
 
     def pickled_files(self) -> list[Path]:
@@ -302,7 +302,7 @@ class MtpSource(HeadSource):
 
     @property
     def family(self) -> Family:
-        """How its target is exported."""
+        """How to export its target."""
         return find_family(self.model_type, self.name)
 
     @property
@@ -397,7 +397,7 @@ def check_shards(folder: Path, index_file: str, name: str) -> None:
 
 
 def check_source_config(source: Source, name: str) -> None:
-    """Raise OvspecError if a model of this kind can't be exported; its weights need not be there yet."""
+    """Raise OvspecError if a model of this kind can't be exported; its weights need not exist yet."""
     if not (source.path / "config.json").is_file():
         raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
     if source.is_ir:
@@ -434,7 +434,7 @@ def read_safetensors_header(file: Path) -> JsonObject:
     """Return a safetensors file's header: the names, types and shapes of its tensors.
 
     Raises:
-        OvspecError: it is not a safetensors file, or it is cut off.
+        OvspecError: it is not a safetensors file, or is truncated.
     """
     file_bytes = file.stat().st_size
     try:
@@ -463,7 +463,7 @@ def copy_missing_files(checkpoint: Path, folder: Path) -> None:
 
 
 def copy_model_files(model_folder: Path, folder: Path, should_copy: Callable[[Path], bool]) -> None:
-    """Copy to ``folder`` the chosen files of a model, and its further chat templates, where they aren't there."""
+    """Copy the chosen files of a model, and its further chat templates, to ``folder`` if missing there."""
     for file in [*filter(should_copy, model_folder.iterdir()), *model_folder.glob(f"{TEMPLATES_FOLDER}/*.jinja")]:
         copied_file = folder / file.relative_to(model_folder)
         if file.is_file() and not copied_file.exists():

@@ -20,7 +20,7 @@ from ovspec_export.sources import NON_TEXT_TENSORS, TEXT_SUFFIXES, Source, copy_
 
 # Prefixes of the text model's tensor names, in the order to try them, and the new prefixes.
 TEXT_TENSOR_PREFIXES = {
-    "model.language_model.model.": "model.",  # transformers 5.5 writes Gemma 3 so
+    "model.language_model.model.": "model.",  # transformers 5.5's names in Gemma 3
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -120,7 +120,7 @@ def map_text_tensors(source: Source) -> dict[str, str]:
 
 
 def copy_tensors(file: Path, new_names: dict[str, str], output: Path) -> int:
-    """Copy the tensors in ``new_names`` of a safetensors file to ``output``, renamed so; return their size in bytes."""
+    """Copy the tensors in ``new_names`` of a safetensors file to ``output``, renamed; return their size in bytes."""
     header = read_safetensors_header(file)
     byte_ranges = []
     copied_bytes = 0

@@ -1,4 +1,4 @@
-"""The Hugging Face tokenizer of a model, and whether OpenVINO's or a draft's agrees with it."""
+"""The Hugging Face tokenizer of a model, and its agreement with OpenVINO's or a draft's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
 
 
 def read_source_templates(source: Source) -> dict[str, str]:
-    """Return the chat templates of a source by their names."""
+    """Return the chat templates of a source by name."""
     if isinstance(source, GgufSource):
         return read_gguf_templates(source.gguf_headers.metadata, source.name)
     return read_chat_templates(source.path)
@@ -61,12 +61,12 @@ def find_differing_texts(reference_tokenizer: PreTrainedTokenizerBase, folder: P
 
 
 def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bool) -> None:
-    """Raise OvspecError if the vocabularies are not the same, id by id."""
+    """Raise OvspecError unless the vocabularies are the same, id by id."""
     if target.is_ir and draft.is_ir:
         check_same_vocabulary(target.path, draft.path)
         return
     if draft.is_ir and not (draft.path / TOKENIZER_FILE).is_file():
-        return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
+        return  # compared after conversion, when the target has an OpenVINO tokenizer
     vocabularies = [load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)]
     difference = describe_id_differences(
         *({i: token for token, i in vocabulary.items()} for vocabulary in vocabularies)

@@ -71,7 +71,7 @@ def export_with_optimum(
         with keeping_weights(Path(source)):
             original_export(output=output, model_loading_kwargs=loading_options, **options)
         release_freed_memory()
-        # With the IR's own rounding: otherwise, where two experts tie, it would choose another.
+        # With the IR's own rounding: otherwise, where two experts tie, it would choose a different expert.
         model = load_checkpoint_model(source, trust_remote_code, as_exported=True, **loading_options)
         check_ir_agrees_with_model(model, output)
         if tap_layers is not None:
@@ -81,7 +81,7 @@ def export_with_optimum(
             original_compress(*call_arguments)
 
     exporter.main_export = export_and_compare
-    # Compression by main_export itself (gpt-oss in int4) is put off until the comparison.
+    # Compression by main_export itself (gpt-oss in int4) is postponed until after the comparison.
     exporter._apply_model_size_based_quantization = lambda *call: postponed_calls.append(call)
     parser = argparse.ArgumentParser()
     parse_args_openvino(parser)

@@ -11,7 +11,7 @@ class OvspecError(Exception):
 
 
 class PromptError(OvspecError):
-    """A prompt can't be used. ``too_long``: it has more tokens than the context."""
+    """A prompt is unusable. ``too_long``: it has more tokens than the context."""
 
     def __init__(self, message: str, too_long: bool = False) -> None:
         super().__init__(message)

@@ -37,7 +37,7 @@ WINDOWS_DEVICE_NAMES = {
 PARTIAL_SUFFIX = ".partial"  # suffix of partly written files
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
-HOST_CODE = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
+HOST_CODE = f"{zlib.crc32(platform.node().encode()):x}"  # part of these names, because machines may share a folder
 
 
 def read_text(path: Path) -> str:
@@ -62,7 +62,7 @@ def require_model_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def name_write_errors(file: object) -> Iterator[None]:
-    """Name ``file`` in the error if it can't be written: the system's own names no file where a disk is full."""
+    """Name ``file`` in the error if it can't be written: for a full disk, the system's error names no file."""
     try:
         yield
     except WriteError:
@@ -145,7 +145,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Return the object in a JSON file, or {} if there is no such file; raise an OvspecError if it is not valid."""
+    """Return the object in a JSON file, or {} if there is no such file; raise an OvspecError if it is invalid."""
     if not path.is_file():
         return {}
     try:

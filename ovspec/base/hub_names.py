@@ -27,7 +27,7 @@ class HubName:
 
     @property
     def name_without_commit(self) -> str:
-        """The name for messages: a commit is long, and the manifest has it apart."""
+        """The name for messages: without the commit, which is long and also in the manifest."""
         is_commit = bool(self.revision and COMMIT.fullmatch(self.revision))
         return str(replace(self, revision=None) if is_commit else self)
 

@@ -97,7 +97,7 @@ def end_on_signals() -> EndSignal:
 
 
 def exit_if_ended(end_signal: EndSignal) -> None:
-    """Exit if a signal has ended the command, undisturbed by further ones."""
+    """Exit if a signal has ended the command, ignoring further signals."""
     if end_signal.exit_code:
         for signal_number in (*END_SIGNALS, signal.SIGINT):
             signal.signal(signal_number, signal.SIG_IGN)

@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 JsonObject: TypeAlias = dict[str, Any]
-JsonValue: TypeAlias = Any  # an object, a list, a string, a number, a boolean or None; type checkers can't narrow more
+JsonValue: TypeAlias = Any  # an object, list, string, number, boolean or None; type checkers can't narrow it further

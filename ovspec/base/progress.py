@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 SHOW_AFTER_SECONDS = 1.0  # seconds a step may take before it is shown
-REPEAT_AFTER_SECONDS = 60.0  # seconds until it is shown again where lines stay, if its text has changed
+REPEAT_AFTER_SECONDS = 60.0  # seconds until a changed text is shown again, where lines stay
 CLEAR_REST_OF_LINE = "\x1b[K"  # erases to the end of the terminal's line
 CLEAR_LINE = f"\r{CLEAR_REST_OF_LINE}"
 
 
 @dataclass
 class ProgressStep:
-    """A step in progress. ``text`` may change meanwhile; ``result``, such as a size, is shown after its time."""
+    """A step in progress. ``text`` may change during the step; ``result``, such as a size, is shown after its time."""
 
     text: str
     result: str = ""

@@ -20,7 +20,7 @@ from ovspec.base.json_types import JsonObject, JsonValue
 
 MAX_PROCESSES = 4  # processes of a kind, so that a slow request doesn't block all others
 MAX_START_SECONDS = 60.0  # seconds a process may take to start
-# A request fails when the deaths of its processes count this much. The more likely it is at fault, the more they do.
+# A request fails when its processes' deaths weigh this much. The likelier it is at fault, the more a death weighs.
 MAX_DEATH_WEIGHT = 30
 CRASHED_DEATH_WEIGHT = 15
 KILLED_DEATH_WEIGHT = 5
@@ -30,7 +30,7 @@ CRASH_EXIT_CODES = {
     -getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
 }
 ANSWERING_STACK_BYTES = 8 << 20  # bytes, for the answering thread on Windows
-MAX_WAIT_FACTOR = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
+MAX_WAIT_FACTOR = 6  # a request may wait this many times its CPU time limit, because the machine may be busy
 # Needed by Python and the system's loader; on Windows also to find packages in the user's site folder. Templates and
 # grammars can't leak any other variable.
 PASSED_ENVIRONMENT_VARIABLES = (
@@ -148,7 +148,7 @@ class SandboxPool:
             process.end()
 
     def _exchange_lines(self, process: SandboxProcess, request: str) -> str:
-        """Send a request and return the answer; keep to the limits meanwhile."""
+        """Send a request and return the answer, within the limits."""
         answers: list[str] = []
 
         def exchange() -> None:
@@ -184,7 +184,7 @@ class SandboxPool:
         return answers[0]
 
     def _start_process(self) -> SandboxProcess:
-        """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
+        """Start a process. It ends when its standard input closes, so it doesn't outlive its parent."""
         python, environment = find_interpreter()
         try:
             return SandboxProcess(
@@ -200,7 +200,7 @@ class SandboxPool:
             raise SandboxProcessDied(f"could not be started ({error})", NOT_STARTED_DEATH_WEIGHT) from None
 
     def end_idle_processes(self) -> None:
-        """Stop the idle processes; the next request starts another one."""
+        """Stop the idle processes; the next request starts a new process."""
         while process := self._pop_idle_process():
             process.end()
 

@@ -45,7 +45,7 @@ class BatchFile:
 
 
 def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
-    """Return the filesystem of a path or URI, and its file's info; raises OvspecError if it can't be reached."""
+    """Return the filesystem of a path or URI, and its file's info; raises OvspecError if it is unreachable."""
     try:
         if "://" in path_or_uri:
             filesystem, path = fs.FileSystem.from_uri(path_or_uri)
@@ -136,7 +136,7 @@ def read_file_requests(path: str, content: bytes | None) -> list[BatchRequest]:
 
 
 def write_results(results_path: str, lines: list[JsonObject]) -> None:
-    """Write output lines, in a ``.parquet`` file as the columns of ``lines_to_columns``, whole or not at all."""
+    """Write output lines, in a ``.parquet`` file as the columns of ``lines_to_columns``, completely or not at all."""
     buffer = pyarrow.BufferOutputStream()
     if results_path.endswith(".parquet"):
         parquet.write_table(pyarrow.Table.from_pydict(lines_to_columns(lines), PARQUET_SCHEMA), buffer)

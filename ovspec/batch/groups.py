@@ -139,7 +139,7 @@ class ResultCollector:
         return self._open_results[file_number]
 
     def _was_finished(self, file: BatchFile) -> bool:
-        """Return whether an earlier run finished a file of a folder as it is now."""
+        """Return whether an earlier run finished a file of a folder in its present version."""
         mark_file = append_ending(file.partial_results_path, ".done")
         if not file.size_and_time or not mark_file.is_file():
             return False

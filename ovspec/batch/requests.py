@@ -105,10 +105,10 @@ def parse_rows(rows: Iterable[JsonValue]) -> list[BatchRequest]:
 
 
 def ensure_unique_id(request: BatchRequest, default_id: str, used_ids: set[str]) -> BatchRequest:
-    """Return ``request``, or, if its id is among ``used_ids``, an error with another id; its id is added to them."""
+    """Return ``request``, or, if its id is among ``used_ids``, an error with another id; adds its id to them."""
     if request.id in used_ids:
         new_id = default_id
-        while new_id in used_ids:  # a line before has it as its own id
+        while new_id in used_ids:  # it is the id of an earlier line
             new_id = f"line {new_id}"
         request = replace(request, id=new_id, error=f"The id {request.id!r} is used twice.")
     used_ids.add(request.id)
@@ -157,7 +157,7 @@ def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
     if request.only_prompts:
         raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
     if any(field in body and body[field] is None for field in (*GRAMMAR_OPTIONS, "response_format")):
-        request.overrides.values.setdefault("json_schema", None)  # lifts the grammar of the whole file
+        request.overrides.values.setdefault("json_schema", None)  # disables the grammar of the whole file
     return replace(request, return_record=True)
 
 

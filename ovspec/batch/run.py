@@ -54,7 +54,7 @@ class BatchRun(Iterator[Row]):
         self._params = params
         self._requests = iter(requests)
         self._report_line = report_line
-        self._row_numbers = itertools.count()  # as the scheduler counts rows
+        self._row_numbers = itertools.count()  # as counted by the scheduler
         self._waiting_rows = deque[tuple[Row, RunningRequest]]()
         self._running_requests: dict[int, RunningRequest] = {}  # by row number
 
@@ -82,7 +82,7 @@ class BatchRun(Iterator[Row]):
         return row
 
     def _make_running_request(self, request: BatchRequest) -> RunningRequest:
-        """Make a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
+        """Make a row for each text of a request; raises OvspecError if it is invalid or unsupported."""
         if request.error:
             raise OvspecError(request.error)
         row_maker = self._lm.runtime.row_maker
@@ -131,7 +131,7 @@ class BatchThread(Iterator[BatchRequest]):
         threading.Thread(target=self._run, daemon=True).start()
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
-        """Return the output line of each request; raises InferenceError, also of another caller's request."""
+        """Return the output line of each request; raises InferenceError, even for another caller's request."""
         requests = [replace(request) for request in requests]  # each with a separate identity
         pending_call = PendingCall(len(requests))
         with self._request_added:
@@ -200,7 +200,7 @@ OUTPUT_COLUMNS = ("id", "text", "finish_reason", "error", "result")
 
 
 def lines_to_columns(lines: list[JsonObject]) -> dict[str, list[str | None]]:
-    """Return output lines as ``OUTPUT_COLUMNS``: of several texts the first, and as the result the line in JSON."""
+    """Return output lines as ``OUTPUT_COLUMNS``: the first of several texts, and as the result the line in JSON."""
     rows = [line_to_row(line) for line in lines]
     return {column: [row[column] for row in rows] for column in OUTPUT_COLUMNS}
 

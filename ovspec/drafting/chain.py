@@ -23,7 +23,7 @@ class DrafterChain(Drafter):
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         second_name = self._second_drafter.name
         proposals: list[Proposal] = []
-        second_rows: list[RowToDraft] = []  # as the second drafter sees them: rows with a good proposal don't ask it
+        second_rows: list[RowToDraft] = []  # in the second drafter's view: rows with a good proposal don't ask it
         for row, proposal in zip(rows, self._first_drafter.propose(rows, lookahead), strict=True):
             proposals.append(proposal)
             second_rows.append(row)

@@ -73,10 +73,10 @@ class InferenceCosts:
         self._can_fill = can_fill
         self._last_width = 0
         self._same_width_count = 0  # consecutive inferences of the last width
-        self._spent_filling_ms = 0.0  # spent on filling since an inference last needed its width
+        self._spent_filling_ms = 0.0  # time spent on padding since the last inference that needed its width
         half_width = WIDEST_INFERENCE // 2
         self._further_token_ms = float(costs[WIDEST_INFERENCE] - costs[half_width]) / half_width  # beyond the widest
-        self._inferences_since_prompt = 0  # inferences since a prompt was read
+        self._inferences_since_prompt = 0  # inferences since the last prefill
         self._inference_counts: Counter[int] = Counter()  # of each width
 
     def __call__(self, width: int) -> float:
@@ -99,7 +99,7 @@ class InferenceCosts:
         return costs[self._computed_widths]
 
     def choose_fill_width(self, needed_width: int) -> int:
-        """Return how many tokens the next inference should compute if it needs at least ``needed_width``."""
+        """Return the number of tokens for the next inference to compute if it needs at least ``needed_width``."""
         last_width = self._last_width
         if not (self._can_fill and needed_width and needed_width < last_width <= WIDEST_INFERENCE):
             self._spent_filling_ms = 0.0
@@ -143,7 +143,7 @@ class InferenceCosts:
         self._inference_counts[width] += 1
         same_width_ms = float(self.ms_by_width[width])
         usual_ms = same_width_ms + width_changed * self.width_change_ms
-        is_first = self._inference_counts[width] == 1  # it may include the time to make kernels
+        is_first = self._inference_counts[width] == 1  # it may include kernel compilation
         if not self.is_known:  # the first without kernel compilation counts
             self.is_known = not is_first
             scale = ms / usual_ms
@@ -179,7 +179,7 @@ class InferenceCosts:
 def initial_costs(measured_ms: Mapping[int, float] | None, max_width: int | None) -> np.ndarray:
     """Return the ms by width, (WIDEST_INFERENCE + 1,), before anything is learned; relative if none was measured.
 
-    ``max_width``: number of tokens of the widest inference; more are several inferences.
+    ``max_width``: number of tokens of the widest inference; more tokens take several inferences.
     """
     widths = np.arange(WIDEST_INFERENCE + 1)
     if measured_ms and len(measured_ms) > 1:

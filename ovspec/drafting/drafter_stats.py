@@ -1,4 +1,4 @@
-"""How often a drafter's tokens are accepted, and how much drafting has saved, learned while generating."""
+"""A drafter's acceptance and the time it has saved, learned during generation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AcceptanceRates:
                 self._reached_by_bin[bin_index] += 1
 
     def fade_rates(self, proposal: Proposal) -> None:
-        """Trust the known rates a little less, because they keep ``proposal`` from being tried."""
+        """Trust the known rates a little less, because they prevent a trial of ``proposal``."""
         prior_weight = (1 - OBSERVATION_RETENTION) * PRIOR_WEIGHT
         self._accepted_sum = self._accepted_sum * OBSERVATION_RETENTION + prior_weight * FIRST_ACCEPTANCE
         self._reached_sum = self._reached_sum * OBSERVATION_RETENTION + prior_weight
@@ -98,7 +98,7 @@ class SavingsBalance:
 
     @property
     def allowed_trial_rounds(self) -> float:
-        """How many plain rounds a trial may cost by now, whatever is expected of it."""
+        """The plain rounds a trial may cost by now, whatever its expected gain."""
         return TRIAL_ROUND_SHARE * self._tokens_since_round
 
     def add_generated_tokens(self, tokens: float) -> None:
@@ -116,7 +116,7 @@ class SavingsBalance:
 
 
 class DrafterStats:
-    """How often a drafter is right, and the savings of its recent rounds."""
+    """A drafter's acceptance, and the savings of its recent rounds."""
 
     def __init__(self, drafter_name: str = "") -> None:
         self.acceptance = AcceptanceRates()

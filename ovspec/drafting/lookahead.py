@@ -19,13 +19,13 @@ from ovspec.drafting.drafter_stats import FIRST_ACCEPTANCE, DrafterStats
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal, shorten_proposal
 from ovspec.sampling.samplers import DraftedToken
 
-MAX_PROPOSED = 16  # tokens proposed for a row in a round, at most, unless the lookahead is fixed
+MAX_PROPOSED = 16  # maximum tokens proposed for a row in a round, unless the lookahead is fixed
 # Prompt tokens per draft step while other rows draft; the reading rows get no proposal.
 CATCH_UP_TOKENS = 64
-POOR_ACCEPTANCE = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
+POOR_ACCEPTANCE = 0.3  # with a fixed lookahead, lookup with a lower acceptance is skipped
 MAX_FURTHER_STEPS = 4  # draft steps weighed together: the first alone may not be worth its time
-# A draft proposes in most rounds, so a new width stays for some: the first has to earn this part of the change's cost.
-# Lookup proposes here and there, so it has to earn all of it.
+# A draft proposes in most rounds, so a new width lasts for some rounds: the first has to earn this part of the change's
+# cost. Lookup proposes occasionally, so it has to earn all of it.
 WIDTH_CHANGE_SHARE_OF_ROUND = 0.5
 MIN_OBSERVATIONS = 4  # rounds or tokens required before a mean over them is trusted
 
@@ -36,7 +36,7 @@ class RoundOutcome:
 
     proposals: list[tuple[Proposal, int]]  # each row's proposal, and the number of its accepted tokens
     width: int  # tokens computed by the inference for all rows, padding included
-    forced_tokens: int  # how many of these were forced
+    forced_tokens: int  # number of forced tokens among them
     prefilled: bool  # whether others, such as a prompt, were also fed: then the times say nothing about proposals
     draft_seconds: float
     verify_seconds: float
@@ -46,8 +46,8 @@ class Lookahead:
     """Decides how many tokens a round proposes: before, during and after drafting.
 
     Args:
-        fixed_length: number of tokens to propose in every round; None for as many as pay.
-        target_costs: the cost of verifying.
+        fixed_length: number of tokens to propose in every round; None for as many as pay off.
+        target_costs: the cost of verification.
         draft_costs: the cost of a step of the draft model.
     """
 
@@ -65,7 +65,7 @@ class Lookahead:
         self._drafter_stats: dict[str, DrafterStats] = {}
         self._overall_stats = DrafterStats()  # of all rounds and drafters, without acceptance
         self._draft_steps_ms: float | None = None  # usual time of the draft's steps in this round
-        self._asked_drafters: set[str] = set()  # in this round: asking takes time even if they propose nothing
+        self._asked_drafters: set[str] = set()  # in this round: asking takes time even without a proposal
 
     def begin_round(self, max_added_ms: float = math.inf, limits_waiting: bool = False) -> None:
         """Begin a round, with ``max_added_ms`` for proposals.
@@ -117,7 +117,7 @@ class Lookahead:
         is_trial_due = self._draft_step_ms(row_count) <= trial_ms
         if (
             gain_ms * max(remaining_counts) <= reading_ms and not is_trial_due
-        ):  # reading costs more than drafting can gain
+        ):  # reading costs more than the possible gain
             return False
         self._asked_drafters.add(drafter_name)
         return True
@@ -276,7 +276,7 @@ class Lookahead:
         return min(allowed_loss_rounds * row_count * self._plain_token_ms(row_count), self.max_added_ms)
 
     def _expected_gain(self, acceptance: float, row_count: int) -> float:
-        """Return the gain if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
+        """Return the gain at the conditional acceptance ``acceptance`` with the best number of drafted tokens."""
         step_ms = self._draft_step_ms(row_count)
         least_token_ms = math.inf  # stays so with too many rows: even one token each exceeds WIDEST_INFERENCE
         expected_tokens = float(row_count)
@@ -301,7 +301,7 @@ class Lookahead:
         if not self.target_costs.is_known:
             return len(proposal.tokens), 0.0
         plain_token_ms = self._plain_token_ms(row_count)
-        width = row_count + other_tokens  # the width of the inference without this proposal
+        width = row_count + other_tokens  # width of the inference without this proposal
         acceptance_rates = self._get_drafter_stats(proposal.source).acceptance.estimate_token_rates(proposal)[
             : max(0, WIDEST_INFERENCE - width)
         ]
@@ -313,7 +313,7 @@ class Lookahead:
         wider_costs = costs[width + 1 : width + 1 + len(acceptance_rates)]
         added_ms = wider_costs - costs[width]
         saved_ms = gained_tokens * self._current_token_ms(row_count) - added_ms
-        # Each row not decided on yet gets its share of the rest of this round's allowed loss.
+        # Each undecided row gets its share of the rest of this round's allowed loss.
         plain_round_ms = costs[row_count]
         spent_ms = float(costs[width] - plain_round_ms)
         undecided_rows = max(1, row_count - self._decided_rows + 1)

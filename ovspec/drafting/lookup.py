@@ -62,7 +62,7 @@ class NgramIndex:
         self._followed_sequence.commit(new_tokens)
 
     def remember_text(self, tokens: np.ndarray, max_tokens: int) -> None:
-        """Add a text, and forget the oldest ones if there are more than ``max_tokens``."""
+        """Add a text, and forget the oldest texts if there are more than ``max_tokens``."""
         self.add_separator()
         self.add_tokens(tokens[-max_tokens:])
         if len(self._indexed_text) > max_tokens:
@@ -155,7 +155,7 @@ class LookupDrafter(Drafter):
                     row_index, match_length, positions = corpus, corpus_length, corpus_positions
         if match_length < MIN_MATCH_TOKENS:
             return NO_PROPOSAL
-        # The more tokens match, the longer the text is likely to continue as it did before.
+        # The more tokens match, the more likely the text is to continue as before.
         tokens, shares = row_index.find_continuation(positions, min(budget, 2 * match_length))
         if not tokens:
             return NO_PROPOSAL

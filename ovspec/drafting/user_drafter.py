@@ -1,4 +1,4 @@
-"""Drafters written by users: how they are instantiated, and how their errors are reported."""
+"""Users' drafters: their instantiation, and the reporting of their errors."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def is_response_format(schema: JsonValue) -> bool:
 
 
 def unwrap_response_format(schema: JsonValue) -> JsonValue:
-    """Return the schema within a response format; any other schema as it is."""
+    """Return the schema within a response format; any other schema unchanged."""
     while is_response_format(schema):
         is_wrapped_twice = schema.get("type") == "json_schema" and "json_schema" in schema
         schema = schema["json_schema" if is_wrapped_twice else "schema"]

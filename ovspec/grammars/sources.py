@@ -23,7 +23,7 @@ from ovspec.grammars.wording import word_llguidance_error
 MAX_GRAMMAR_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
 MAX_GBNF_CHARACTERS = 200_000  # lower, because GBNF is parsed in Python
 MAX_NESTING = 200
-# For checking grammars and for following them. C over 131,072 tokens takes 41,000 items for a mask on average; with
+# For checking grammars and for following them. C over 131,072 tokens needs 41,000 items for a mask on average; with
 # this limit of items, the most ambiguous grammars take a second or two for a step before they fail.
 PARSER_LIMITS = LLParserLimits(
     max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
@@ -156,7 +156,7 @@ def write_grammar_json(grammar_kind: str, *other_grammars: dict[str, str], lark_
 
 
 def convert_inline_schema(text: str, schema_start: int, label: str) -> tuple[str, int]:
-    """Return the grammar of the schema after ``%json``, and where the schema ends in ``text``."""
+    """Return the grammar of the schema after ``%json``, and the schema's end in ``text``."""
     check_nesting(text, label, schema_start)
     try:
         schema, schema_end = json.JSONDecoder().raw_decode(text, schema_start)

@@ -1,10 +1,10 @@
-"""Words llguidance's errors for users."""
+"""Rewords llguidance's errors for users."""
 
 from __future__ import annotations
 
 import re
 
-# (pattern in llguidance's error, the words to report instead); the first match counts.
+# (pattern in llguidance's error, its replacement in reports); the first match counts.
 ERROR_WORDINGS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"invalid regular expression: \1"),
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
@@ -24,7 +24,7 @@ ERROR_WORDINGS = (
 
 
 def word_placed_error(error: str, grammar_kind: str) -> str:
-    """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
+    """Return llguidance's error as the rest of a sentence, beginning with the place if known."""
     position = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
     place_text = ""
     if grammar_kind == "lark" and position:

@@ -30,7 +30,7 @@ MAX_BRANCHES = 8
 MAX_LOST_TOKENS = 4
 # A fork may copy this many cached tokens for each token it needn't read again; a paged cache copies none.
 MAX_COPIED_PER_TOKEN = 32
-# The caller doesn't say how many tokens are still to come; this many are assumed.
+# The caller doesn't announce the number of tokens still to come; this number is assumed.
 EXPECTED_TOKENS = 64
 # Maximum number of positions to compute logits for at once, when all are requested.
 MAX_LOGITS_ROWS = 512
@@ -38,7 +38,7 @@ MAX_LOGITS_ROWS = 512
 
 @dataclass(kw_only=True)
 class LogitsRequestCounts(ProposalStats):
-    """Counts of the requests for logits, and of the work they took."""
+    """Counts of the requests for logits, and of their work."""
 
     requests: int = 0
     answered: int = 0  # requests without an inference
@@ -48,7 +48,7 @@ class LogitsRequestCounts(ProposalStats):
 
 
 class PassiveSampler(GreedySampler):
-    """A sampler that chooses nothing, because the caller does. A draft proposes its most likely tokens."""
+    """A sampler without choices of its own, as the caller chooses. A draft proposes its most likely tokens."""
 
     def verify_proposal(self, *_: Any, **__: Any) -> np.ndarray:
         return NO_TOKENS
@@ -72,7 +72,7 @@ class Branch:
         self.next_row_to_draft = RowToDraft(sequence, PassiveSampler(), 1)
         self.last_outcome = RowOutcome()
         drafter = decoders.drafter if has_drafter else None
-        # The lookahead learns from a round when the text has gone on.
+        # The lookahead learns from a round once the text has continued.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn_from_round=lambda _: None)
 
     @property
@@ -222,7 +222,7 @@ class BranchPool:
             raise OvspecError(f"Token id {unknown_id} is not in the vocabulary.")
         branch.sequence = sequence
         self._learn_from_proposal()
-        is_prefill = len(unread_tokens) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
+        is_prefill = len(unread_tokens) > PREFILL_THRESHOLD  # no drafting during prefill
         if is_prefill:
             self._free_memory(len(unread_tokens) + EXPECTED_TOKENS)
         expected_tokens = EXPECTED_TOKENS

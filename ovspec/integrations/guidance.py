@@ -54,7 +54,7 @@ class OpenVINO(Model):
 
     @property
     def stats(self) -> LogitsRequestCounts:
-        """Counts of the requests of all programs on this model, and of the work they took."""
+        """Counts of the requests of all programs on this model, and of their work."""
         return self._interpreter.engine.branches.counts
 
 
@@ -103,9 +103,9 @@ class OpenVINOTokenizer(Tokenizer):
 
 
 def find_model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
-    """Return a class for the model's chat template, its source if guidance knows it or no class can be made, or None.
+    """Return a class for the model's chat template, its source if guidance knows it or no class is possible, or None.
 
-    Without a template, guidance takes ChatML and says so.
+    Without a template, guidance uses ChatML and reports it.
     """
     try:
         model_template = lm.runtime.prompt_encoder.chat_format.template

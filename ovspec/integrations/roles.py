@@ -32,7 +32,7 @@ def find_role_texts(template: ChatTemplate) -> RoleTexts | None:
     user_start = chat_texts[2][len(assistant_end) :]
     if not chat_texts[0].endswith(user_start):
         return None
-    # The prompt for an answer may hold more than an earlier answer begins with, such as an opened thinking block.
+    # The prompt for an answer may hold more than the start of an earlier answer, such as an opened thinking block.
     role_texts = {"user": (user_start, user_end), "assistant": (opened_texts[1][len(user_end) :], assistant_end)}
     try:
         text_before_system, text_between_turns, text_after_user = split_rendered_chat(template, ["system", "user"])

@@ -18,7 +18,7 @@ UNBOUNDED = sys.maxsize
 
 
 def find_narrowest_window(ir: CompiledIR) -> int:
-    """Return how many slots the narrowest layer sees, by the config and by the IR's own attention mask."""
+    """Return the number of slots the narrowest layer sees, by the config and by the IR's own attention mask."""
     return min(bound for bound in (ir.config.attention_window, find_exact_masking_limit(ir), UNBOUNDED) if bound)
 
 
@@ -94,7 +94,7 @@ def collect_ancestor_names(nodes: Sequence[ov.Node]) -> set[str]:
 
 
 def hides_dead_slots(request: ov.InferRequest, states: dict[str, StateVariable], slots: int) -> bool:
-    """Return whether the last of ``slots`` slots sees the live ones alike with four dead slots and without them."""
+    """Return whether the last of ``slots`` slots sees the live slots alike with and without four dead slots."""
     dead_slots = slice(slots - 6, slots - 2)
     live_flags = np.ones((1, slots), dtype=np.int64)
     live_flags[:, dead_slots] = 0
@@ -138,5 +138,5 @@ def compute_masks(
 
 
 def as_additive_mask(mask: np.ndarray) -> np.ndarray:
-    """Return a mask as float64 to be added to the attention scores; a boolean mask hides where it is false."""
+    """Return a mask as float64 to add to the attention scores; a boolean mask hides where it is false."""
     return np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64)

@@ -43,7 +43,7 @@ class StateVariable:
 
     name: str
     batch_axis: int
-    sequence_axis: int | None  # of the slots, which can be cut or masked; None for a state without slots
+    sequence_axis: int | None  # axis of the slots to cut or mask; None for a state without slots
     width: int  # values per row and slot, or per row if there are no slots
 
 
@@ -75,7 +75,7 @@ class ModelGraph:
     states: list[StateVariable]
     picks_logits: bool
     target_ids: np.ndarray | None
-    advance: AdvanceGraph | None = None  # of its recurrent states, if these are inputs and outputs
+    advance: AdvanceGraph | None = None  # of its recurrent states, if they are inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -92,28 +92,28 @@ class CompiledIR:
     """A language model compiled by OpenVINO, with its inputs and states. ``InferenceRequest`` runs it."""
 
     folder: Path
-    open_model: ov.CompiledModel | None  # None from when it is closed
+    open_model: ov.CompiledModel | None  # None once closed
     device: str
     states: list[StateVariable]
     config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
-    outputs: dict[str, int]  # the same of outputs, for the fast getters
+    outputs: dict[str, int]  # name -> index, for the fast getters
     picks_logits: bool  # as in ``ModelGraph``
     target_ids: np.ndarray | None  # as in ``ModelGraph``
     properties: dict[str, str]  # it was compiled with these
     large_page_mover: LargePageMover  # moves its weights into large pages
     state_advance: StateAdvance | None = None  # of a model with recurrent states as inputs and outputs
-    last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens a row
+    last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens per row
 
     @property
     def compiled_model(self) -> ov.CompiledModel:
-        """OpenVINO's model; raises InferenceError if it was closed."""
+        """OpenVINO's model; raises InferenceError if it is closed."""
         if self.open_model is None:
             raise InferenceError(f"{self.folder}: the model was closed; load it again.")
         return self.open_model
 
     def close(self) -> None:
-        """Free OpenVINO's model as soon as no request of it is left."""
+        """Free OpenVINO's model as soon as it has no requests left."""
         self.open_model = None
         self.state_advance = None
         self.last_run = (None, 0)
@@ -140,10 +140,10 @@ class CompiledIR:
 
     @property
     def needs_single_rows(self) -> bool:
-        """Whether rows can't share an inference.
+        """Whether each row needs its own inference.
 
-        Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies.
-        A GPU crashes where an inference has fewer rows than the one before (OpenVINO 2026.4.1).
+        Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies. A
+        GPU crashes where an inference has fewer rows than the last (OpenVINO 2026.4.1).
         """
         if self.recurrent_states or self.config.has_chunked_attention or self.config.rope_switch_length is not None:
             return True
@@ -155,7 +155,7 @@ class CompiledIR:
         return self.output_width("logits")
 
     def output_width(self, output: str) -> int:
-        """Return how many values the output ``output`` has for each token; 0 if the model doesn't have it."""
+        """Return the number of values per token in the output ``output``; 0 if the model doesn't have it."""
         if output not in self.outputs:
             return 0
         return self.compiled_model.output(self.outputs[output]).get_partial_shape()[-1].get_length()
@@ -166,7 +166,7 @@ class CompiledIR:
 
 
 def check_ir_folder(folder: Path) -> None:
-    """Raise an OvspecError if ``folder`` holds no exported language model; it describes the folder."""
+    """Raise an OvspecError, with a description of ``folder``, unless it has an exported language model."""
     if folder.is_file() and folder.suffix == ".gguf":
         raise OvspecError(f"{folder}: a GGUF file, not an IR; run 'ovspec export {folder} -o DIR' first.")
     if not folder.is_dir():
@@ -261,7 +261,7 @@ def gather_rows_for_readers(model: ov.Model, hidden: ov.Output, readers: list[ov
 
 
 def add_output(model: ov.Model, value: ov.Output, name: str) -> None:
-    """Let a model have ``value`` as an output."""
+    """Make ``value`` an output of a model."""
     result = ops.result(value)
     result.output(0).get_tensor().set_names({name})
     model.add_results([result])  # type: ignore[list-item]

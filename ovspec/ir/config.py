@@ -17,7 +17,7 @@ WINDOW_KEYS = ("sliding_window", "window_size", "attention_chunk_size")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A ``config.json``, and its content as JSON. Models differ in how they write lengths: only ints count."""
+    """A ``config.json``, and its content as JSON. Models write lengths in several ways: only ints count."""
 
     model_type: str | None = None
     eos_token_id: int | list[int] | None = None
@@ -49,7 +49,7 @@ class ModelConfig:
 
     @property
     def has_chunked_attention(self) -> bool:
-        """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first one."""
+        """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first slot."""
         return any(True for _ in self.language_config._read_positive_integers(("attention_chunk_size",)))
 
     @property

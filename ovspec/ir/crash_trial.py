@@ -17,7 +17,7 @@ LAYER_WIDTH = 64  # OpenVINO computes such a layer in one operation if its sizes
 
 
 def make_gated_layer() -> ov.Model:
-    """Return down(silu(gate(x)) * up(x)), as language models have it in each layer; its weights aren't compressed."""
+    """Return down(silu(gate(x)) * up(x)), a part of each layer of language models; its weights aren't compressed."""
     generator = np.random.default_rng(0)
 
     def multiply(values: ov.Node) -> ov.Node:

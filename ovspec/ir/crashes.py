@@ -35,7 +35,7 @@ TRIAL_SECONDS = 60.0  # limit of a trial; it needs less than one
 # Exit codes of processes ended by a fault in their own code; other signals come from outside.
 FAULT_SIGNALS = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
 FAULTS_BY_EXIT_CODE = {-int(getattr(signal, name)): name for name in FAULT_SIGNALS if hasattr(signal, name)}
-FIRST_WINDOWS_FAULT_CODE = 0xC0000000  # Windows' exit codes of such processes begin here
+FIRST_WINDOWS_FAULT_CODE = 0xC0000000  # Windows' exit codes of crashed processes begin here
 MATRIX_SHAPE_PATTERN = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
 
 TrialSetting = tuple[str, ...]
@@ -45,7 +45,7 @@ shown_notes = set[str]()
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The signal that ended a trial, such as SIGFPE; empty if none did."""
+    """The signal of a failed trial, such as SIGFPE; empty if the trial succeeded."""
 
     fault: str
 

@@ -95,7 +95,7 @@ def count_cores() -> int:
 
 
 def identify_device(name: str) -> list[str]:
-    """Return the name of a device, and its model, architecture and driver as far as its plugin has them."""
+    """Return the name of a device, and its model, architecture and driver as far as its plugin provides them."""
     supported_properties = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
     identifying_properties = [
         key for key in supported_properties if key in IDENTIFYING_PROPERTIES or key.endswith("DRIVER_VERSION")
@@ -112,7 +112,7 @@ def read_device_property(device: str, name: str) -> Any:
 
 
 def format_property(value: Any) -> str:
-    """Return a property of a device or a compiled model as a string, element types as f16 and the like."""
+    """Return a property of a device or a compiled model as a string; element types become "f16" and the like."""
     return value.get_type_name() if isinstance(value, ov.Type) else str(value)
 
 
@@ -164,7 +164,7 @@ def check_threads_option(threads: int | None, devices: list[str]) -> None:
 
 
 def parse_device_option(device: str, option: str = "device") -> str:
-    """Return OpenVINO's name of ``device``, the value of ``option``; raise OvspecError if it is no device."""
+    """Return OpenVINO's name of ``device``, the value of ``option``; raise OvspecError if it isn't a device."""
     device_name = device.upper()
     plugin, _, device_list = device_name.partition(":")
     if device_list and not is_virtual_device(device_name):

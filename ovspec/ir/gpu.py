@@ -75,7 +75,7 @@ class ModelOwner(Protocol):
 
 
 def free_models_at_exit(owner: ModelOwner) -> None:
-    """Free compiled models before this process ends, when no kernel is compiled any more.
+    """Free compiled models before this process ends, once no kernels are being compiled.
 
     OpenVINO's GPU plugin would crash otherwise (2026.4.1): its tables are gone before its threads and models are.
     """

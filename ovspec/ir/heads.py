@@ -49,7 +49,7 @@ def is_head_folder(folder: Path) -> bool:
 
 
 def list_head_layers(folder: Path) -> list[Path]:
-    """Return the folder of each layer of the head in ``folder``, itself first."""
+    """Return the folder of each layer of the head in ``folder``, its own first."""
     next_folder = folder / NEXT_LAYER_FOLDER
     return [folder, *(list_head_layers(next_folder) if next_folder.is_dir() else [])]
 
@@ -64,7 +64,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
 
     Args:
         model: the target, as exported.
-        target, head: the folders of the two.
+        target, head: their folders.
 
     Raises:
         OvspecError: the head was made for another model.
@@ -197,7 +197,7 @@ def use_target_lm_head(hidden: ov.Output, target_ids: np.ndarray | None, folder:
 
     Args:
         hidden: [1, n, width].
-        target_ids: the ids that have a logit, (n,) int64; None for all.
+        target_ids: the ids with a logit, (n,) int64; None for all.
         folder: the head's, for errors.
 
     Raises:

@@ -14,7 +14,7 @@ import openvino as ov
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import StateVariable
 
-SHAPE_OPERATIONS = {"ShapeOf"}  # their results depend on a value's shape, not on the value
+SHAPE_OPERATIONS = {"ShapeOf"}  # their results depend only on a value's shape
 
 
 def find_embedding(model: ov.Model) -> ov.Node:

@@ -30,7 +30,7 @@ INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "AVX512_CORE_AMX": BF16_FEATURES | {"avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"},
     "AVX512_CORE_AMX_FP16": BF16_FEATURES | {"avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"},
 }
-LEAST_INSTRUCTION_SET = "AVX2"  # with less, OpenVINO 2026.4 compiles language models and then fails
+LEAST_INSTRUCTION_SET = "AVX2"  # with less, OpenVINO 2026.4 compiles language models but can't run them
 
 
 @functools.cache

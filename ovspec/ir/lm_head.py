@@ -1,4 +1,4 @@
-"""The end of a language model's graph: the lm_head, and how to keep its logits of only some tokens."""
+"""The end of a language model's graph: the lm_head, and how to reduce it to the logits of some tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openvino import opset13 as ops
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
-# Operations that make weights of constants.
+# Operations from constants to weights.
 WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Add", "Divide"}
 
 
@@ -97,7 +97,7 @@ def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
 
 
 def select_constant_entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
-    """Return a constant with the entries ``ids`` along ``axis``, which counts from the end."""
+    """Return a constant with only the entries ``ids`` along ``axis``, counted from the end."""
     shape = list(constant.get_output_shape(0))
     element_type = constant.get_element_type()
     stored_values = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]

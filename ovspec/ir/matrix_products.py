@@ -10,9 +10,9 @@ from openvino import opset13 as ops
 
 from ovspec.ir.instruction_set import describe_instruction_set
 
-WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Reshape"}  # between a constant of integers and a product
-# On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
-# tokens.
+WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Reshape"}  # between an integer constant and a product
+# On these instruction sets, products with integer weights over 7,168 values or more use a different kernel for up to
+# four tokens.
 SPLITTING_INSTRUCTION_SETS = ("AVX2",)
 MAX_SUMMED_VALUES = 6144
 INTEGER_TYPES = {"i8", "u8", "i4", "u4"}
@@ -83,7 +83,7 @@ def stack_weights(weights: list[ov.Output]) -> ov.Node:
 
 
 def needs_split_products() -> bool:
-    """Return whether wide products take another kernel here for few tokens than for many."""
+    """Return whether wide products use different kernels here for few tokens and for many."""
     return describe_instruction_set() in SPLITTING_INSTRUCTION_SETS
 
 
@@ -125,7 +125,7 @@ def count_product_parts(product: ov.Node, max_summed_values: int) -> int:
 
 
 def is_plain_product(product: ov.Node) -> bool:
-    """Return whether values are multiplied by rows of weights."""
+    """Return whether an operation multiplies values by rows of weights."""
     attributes = product.get_attributes()
     shape = product.input_value(1).get_partial_shape()
     return not attributes["transpose_a"] and attributes["transpose_b"] and not shape.is_dynamic and len(shape) == 2

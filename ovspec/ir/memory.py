@@ -16,7 +16,7 @@ from ovspec.ir.device import uses_main_memory
 from ovspec.ir.heads import FEATURES_OUTPUT
 
 BYTES_PER_VALUE = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales
-LEAST_CHECKED_BYTES = 100e6  # bytes; finding out how much is free takes a system call
+LEAST_CHECKED_BYTES = 100e6  # bytes; reading the free memory takes a system call
 LEAST_TRIMMED_BYTES = 8_000_000  # bytes; trimming the heap takes milliseconds
 
 

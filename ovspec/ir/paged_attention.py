@@ -18,11 +18,11 @@ PAGED_INPUTS = (
 )  # fmt: skip
 QUERY_INPUTS = ("query_tokens", "token_queries")  # added by ``allow_several_queries_per_token``
 CACHE_INPUT = re.compile(r"(key|value)_cache\.\d+")  # names of the block inputs
-SLIDING_WINDOW_INPUT = 10  # index of this input of the attention operation
+SLIDING_WINDOW_INPUT = 10  # index of this input in the attention operation
 
 
 class NotPaged(OvspecError):
-    """The paged decoder can't run this model, on this device or with this OpenVINO; the message says why."""
+    """The paged decoder can't run this model, on this device or with this version of OpenVINO; the message says why."""
 
 
 def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> None:

@@ -21,7 +21,7 @@ from ovspec.ir.paged_attention import NotPaged, find_attention_operations, rewri
 STATE_INPUT = "recurrent_state.{}"
 STATE_OUTPUT = "next_recurrent_state.{}"
 UPDATE = "recurrent_update.{}"  # an output of the model, and an input of the advance model
-UPDATE_COUNT_INPUT = "recurrent_update_count"  # of the inference's tokens, from the first on
+UPDATE_COUNT_INPUT = "recurrent_update_count"  # the number of the inference's first tokens to apply
 SOURCE_OPERATIONS = {
     "Concat", "Convolution", "GroupConvolution", "MatMul", "Parameter", "Slice", "StridedSlice", "VariadicSplit",
 }  # fmt: skip
@@ -205,7 +205,7 @@ def list_sources(value: ov.Output, operations: OperationIndex) -> list[ov.Output
 
 
 def count_token_values(value: ov.Output) -> int:
-    """Return how many values a token has in ``value``."""
+    """Return the number of values per token in ``value``."""
     return math.prod(dimension.get_length() for dimension in value.get_partial_shape() if dimension.is_static)
 
 
@@ -254,7 +254,7 @@ def hide_loops(model: ov.Model) -> list[tuple[ov.Output, ov.Node]]:
 
 
 def put_tokens_in_one_row(model: ov.Model) -> None:
-    """Let everything but attention compute [1, tokens, ...], where OpenVINO's transformation has [tokens, 1, ...]."""
+    """Make all operations but attention compute [1, tokens, ...]; OpenVINO's transformation leaves [tokens, 1, ...]."""
 
     def constant(*values: int) -> ov.Output:
         return ops.constant(np.array(values), dtype=ov.Type.i64).output(0)

@@ -83,7 +83,7 @@ class InferenceRequest:
         self.has_run = True
         logits = request.get_output_tensor(self._logits_output).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
-        if not np.isfinite(logits.max()):  # NaN if any of them is
+        if not np.isfinite(logits.max()):  # NaN if any logit is
             computes_in_f32 = self._ir.properties.get("INFERENCE_PRECISION_HINT") == "f32"
             advice = "export the model again, or use another device" if computes_in_f32 else "try `precision='f32'`"
             raise InferenceError(f"{self._ir.folder}: the model computed NaN or infinite logits; {advice}.")

@@ -77,7 +77,7 @@ class AnswerConstraint(Constraint):
         self._thinking_budget = thinking_budget
         self._thinking_end_ids = list(thinking_end_ids)
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
-        # Bytes as characters, because a token may end inside of a character.
+        # Bytes as characters, because a token may end inside a character.
         self._tags = [
             PhaseTag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in answer_format.tags
         ]
@@ -125,7 +125,7 @@ class AnswerConstraint(Constraint):
         forced_ids = position.grammar_constraints[0].forced_tokens(tokens)
         for forced_count, token in enumerate(forced_ids):
             next_state, grammar_kinds, _ = self._follow_token(reading_state, token)
-            if grammar_kinds:  # another grammar goes on
+            if grammar_kinds:  # another grammar continues
                 return forced_ids[: forced_count + self._may_follow(reading_state, token)]
             reading_state = next_state
         return forced_ids
@@ -155,7 +155,7 @@ class AnswerConstraint(Constraint):
         return self._positions[len(answer_ids)]
 
     def _next_position(self, position: AnswerPosition, tokens: np.ndarray, token: int) -> AnswerPosition:
-        """Return the position after ``token``, which follows ``tokens``."""
+        """Return the position after ``tokens`` and then ``token``."""
         if self._is_in_grammar(position):
             return position
         reading_state, grammar_kinds, grammar_text = self._follow_token(position.state, token)
@@ -259,7 +259,7 @@ class AnswerConstraint(Constraint):
         return start_ids
 
     def _continues_thinking_tag(self, tag: PhaseTag, reading_state: AnswerReadingState, token: int) -> bool:
-        """Return whether ``token`` ends a tag of thinking, or goes on with it."""
+        """Return whether ``token`` ends a tag of thinking, or continues it."""
         state_after = self._follow_token(reading_state, token)[0]
         return state_after.phase == "thinking" or (
             state_after.phase == reading_state.phase and tag.text.startswith(state_after.pending.lstrip(WHITESPACE))

@@ -39,7 +39,7 @@ class Constraint:
         return None
 
     def is_complete(self, tokens: np.ndarray) -> bool:  # noqa: ARG002
-        """Return whether the text has ended, because nothing may follow."""
+        """Return whether the text has ended, because no token is allowed."""
         return False
 
 
@@ -76,7 +76,7 @@ class Constraints:
         self.find_errors: Callable[[str, Sequence[ToolCall]], list[str]] | None = None
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is left as it is."""
+        """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is unchanged."""
         for constraint in self._processing_constraints:
             logits = constraint.process_logits(logits, tokens)
         return logits
@@ -119,7 +119,7 @@ class Constraints:
         return None
 
     def is_complete(self, tokens: np.ndarray) -> bool:
-        """Return whether nothing may follow ``tokens``."""
+        """Return whether no token is allowed after ``tokens``."""
         return any(constraint.is_complete(tokens) for constraint in self._forcing_constraints)
 
     def has_ended(self, tokens: np.ndarray) -> bool:
@@ -127,7 +127,7 @@ class Constraints:
         return int(tokens[-1]) in self.end_ids or self.is_complete(tokens)
 
     def count_allowed(self, tokens: np.ndarray, proposed_ids: Sequence[int] | np.ndarray) -> int:
-        """Return how many of ``proposed_ids`` may follow ``tokens``: up to the first masked token or the text's end."""
+        """Return how many of ``proposed_ids`` are allowed after ``tokens``, up to a masked token or the text's end."""
         extended_ids = np.concatenate((tokens, np.asarray(proposed_ids, dtype=np.int64)))
         for allowed_count in range(len(proposed_ids)):
             judged_position = len(tokens) + allowed_count

@@ -41,7 +41,7 @@ class PositionCache:
     matcher: LLMatcher | None = None
     mask: np.ndarray | None = None
     forced_ids: list[int] | None = None
-    cursor: JsonCursor | None = None  # kept for all positions, if items must differ
+    cursor: JsonCursor | None = None  # kept for all positions, if items must be unique
 
 
 class GrammarConstraint(Constraint):
@@ -99,7 +99,7 @@ class GrammarConstraint(Constraint):
             matcher = self._matcher_at(answer_length)
             if token in self._end_ids:
                 return matcher.is_accepting()
-            # If bytes are forced but their spelling in tokens isn't, the mask is stricter than this.
+            # If bytes are forced but their encoding in tokens isn't, the mask is stricter than this.
             if not matcher.compute_ff_bytes():
                 return matcher.validate_tokens([token]) == 1
         return mask_contains(self.token_mask(tokens), token)
@@ -239,7 +239,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: JsonObject, vocabulary: list[bytes | None]) -> None:
         self._vocab_size = len(vocabulary)
         self._added_ids = {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", [])}
-        # As Lark writes them, such as <|im_end|>. <[INST]> can't be written, because brackets hold token ids.
+        # In Lark's notation, such as <|im_end|>. <[INST]> is impossible, because brackets hold token ids.
         self._ids_by_lark_name = {
             f"<{token['content'].removeprefix('<').removesuffix('>')}>": token["id"]
             for token in find_textless_tokens(tokenizer_json)
@@ -286,7 +286,7 @@ class GrammarCompiler:
                 if unique_items and cursor and isinstance(generated_part, bytes):
                     cursor = unique_items.advance_by_bytes(cursor, generated_part)
         if prompt_bytes:
-            self._follow_prompt(matcher.deep_copy(), prompt_bytes)  # all of it must fit
+            self._follow_prompt(matcher.deep_copy(), prompt_bytes)  # the whole prompt must fit
             matcher = matcher.deep_copy()
             unhealed_bytes = prompt_bytes[: len(prompt_bytes) - len(healed_bytes)]
             self._follow_prompt(matcher, unhealed_bytes)

@@ -28,7 +28,7 @@ MAX_SPECIAL_TOKENS = 50  # named in a grammar
 NUMBERED_TOKEN_COUNT = 300_000  # empty tokens added for a grammar with tokens by id
 MAX_FORCED_BYTES = 200_000  # llguidance finds forced bytes in one step, holding Python's lock, at 1.5 us each
 WALK_COUNT, MAX_WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
-DEAD_END_ERROR = "NoExtension"  # begins llguidance's error where no byte may follow
+DEAD_END_ERROR = "NoExtension"  # prefix of llguidance's error at a dead end
 
 CONVERSION_PROCESS = "ovspec.sampling.grammar_conversion", "checks grammars"
 GRAMMAR_CONVERTER = SandboxPool(*CONVERSION_PROCESS, MAX_CONVERSION_SECONDS, MAX_CONVERSION_BYTES)
@@ -56,7 +56,7 @@ def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_op
         request_text = json.dumps(request, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OvspecError(f"{label} can't be written as JSON: {error}.") from None
-    if len(request_text) > 8 * sources.MAX_GRAMMAR_CHARACTERS:  # more than any escapes could make of an allowed source
+    if len(request_text) > 8 * sources.MAX_GRAMMAR_CHARACTERS:  # longer than any allowed source with escapes
         raise OvspecError(f"{label} has more than {sources.MAX_GRAMMAR_CHARACTERS} characters; shorten it.")
     grammar, warning = request_conversion(request_text)
     if warning:
@@ -66,7 +66,7 @@ def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_op
 
 @functools.lru_cache(maxsize=64)
 def request_conversion(request_text: str) -> tuple[str, str]:
-    """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't remembered."""
+    """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't cached."""
     request: JsonObject = json.loads(request_text)
     converter = TOOLS_CONVERTER if request["kind"] == "tools" else GRAMMAR_CONVERTER
     label = request["label"]
@@ -187,7 +187,7 @@ def find_random_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
     if matcher.is_accepting() and not list_allowed_tokens(matcher, vocabulary_size):
         return "it matches only the empty text; add another option"
     if vocabulary_size > NUMBERED_TOKEN_COUNT:
-        return ""  # the bytes of the model's numbered tokens aren't known here
+        return ""  # the bytes of the model's numbered tokens are unknown here
     generator = random.Random(0)
     deadline = time.monotonic() + WALK_SECONDS
     for walk_number in range(WALK_COUNT):

@@ -17,7 +17,7 @@ def convert_requested_grammar(params: Params) -> tuple[str | None, str]:
     """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "").
 
     Raises:
-        OvspecError: the grammar is wrong.
+        OvspecError: the grammar is invalid.
     """
     if not (option_name := params.grammar_option):
         return None, ""
@@ -93,7 +93,7 @@ def find_answer_schema_errors(
 
 
 def normalize_grammar_option(option_name: str, grammar_source: Any) -> JsonValue | Path:
-    """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it is of another kind."""
+    """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it has another type."""
     if isinstance(grammar_source, Path):
         if grammar_source.is_dir():
             raise OvspecError(f"{grammar_source}: is a folder; give a file.")

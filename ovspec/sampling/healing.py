@@ -44,7 +44,7 @@ def count_healable_tokens(
 
 
 class Healing(Constraint):
-    """Takes back the last ``removed_count`` tokens of a prompt, (n,); the generated text must begin with their bytes.
+    """Removes the last ``removed_count`` tokens of a prompt, (n,); the generated text must begin with their bytes.
 
     If no token is left, the text begins with ``bos``, (n,) int64.
     """
@@ -80,7 +80,7 @@ class Healing(Constraint):
         return self._masks_by_remaining_bytes[remaining_bytes]
 
     def likely_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
-        """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
+        """Return the removed tokens not generated again yet: they are the likely continuation, and free to propose."""
         generated_ids = tokens[self.kept_length :]
         generated_count = len(generated_ids)
         if (
@@ -91,7 +91,7 @@ class Healing(Constraint):
         return self._removed_ids[generated_count:]
 
     def count_healed_bytes(self, tokens: np.ndarray) -> int | None:
-        """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no other bytes."""
+        """Return the number of prompt bytes in the last of ``tokens``; None if it has no other bytes."""
         remaining_count = len(self.removed_bytes) - len(self._vocabulary.join_bytes(tokens[self.kept_length : -1]))
         if remaining_count <= 0:
             return 0

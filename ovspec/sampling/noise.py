@@ -1,4 +1,4 @@
-"""Stateless random numbers, and drawing tokens with them."""
+"""Stateless random numbers, and sampling tokens with them."""
 
 from __future__ import annotations
 

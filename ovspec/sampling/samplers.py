@@ -64,7 +64,7 @@ def spread_draft_logits(logits: np.ndarray, trimmed_vocabulary: TrimmedVocabular
 
 
 class ThreadStopwatch:
-    """Counts this thread's processor time, because the work of other threads is not the row's fault."""
+    """Counts this thread's CPU time, because the row isn't responsible for other threads' work."""
 
     __slots__ = ("_seconds", "_start")
 
@@ -106,7 +106,7 @@ class Sampler(Protocol):
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
     ) -> DraftedToken | None:
-        """Return the token to propose after ``tokens`` (n,), by a draft's ``logits``; None if no token may follow.
+        """Return the token to propose after ``tokens`` (n,), by a draft's ``logits``; None if no token is allowed.
 
         ``logits`` (vocab,) are of the target's ids, or of the ids of ``trimmed_vocabulary``.
         """
@@ -167,7 +167,7 @@ class GreedySampler(ComparingSampler):
         if not self.constraints.has_constraints:
             return draft_most_likely_token(logits, trimmed_vocabulary)
         logits = self.constraints.process_logits(spread_draft_logits(logits, trimmed_vocabulary), tokens)
-        # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
+        # If the most likely token of all is allowed, it is the choice, and the mask isn't needed.
         if not self.constraints.allows_token(int(logits.argmax()), tokens):
             logits = self.constraints.mask_logits(logits, tokens)
         return draft_most_likely_token(logits)
@@ -193,7 +193,7 @@ def draft_most_likely_token(
 
 
 def require_token(drafted_token: DraftedToken | None) -> int:
-    """Return the token of ``drafted_token``; raise OvspecError if it is None, because no token may follow."""
+    """Return the token of ``drafted_token``; raise OvspecError if it is None, because no token is allowed."""
     if not drafted_token:
         raise OvspecError(NO_TOKEN_LEFT)
     return drafted_token.token
@@ -341,7 +341,7 @@ class UserSampler(ComparingSampler):
 
 
 def make_sampler(params: Params, sample: int, constraints: Constraints) -> Sampler:
-    """Return the sampler of a row. ``params`` have a seed if tokens are drawn; see ``SharedNoiseSampler``."""
+    """Return the sampler of a row. ``params`` have a seed if tokens are sampled; see ``SharedNoiseSampler``."""
     if params.sampler:
         return UserSampler(constraints, params.sampler, params)
     if not params.temperature:

@@ -80,7 +80,7 @@ def answer_validation_request(request: JsonObject) -> JsonObject:
         # With this registry, references are never downloaded.
         validator = validator_class(schema, registry=REGISTRY)
         errors = sorted(validator.iter_errors(instance), key=lambda error: error.json_path)
-    except Exception as error:  # whatever a schema or Python's regular expressions can raise
+    except Exception as error:  # anything that a schema or Python's regular expressions can raise
         return {"unusable": str(error).partition("\n")[0][:200] or type(error).__name__}
     return {
         "errors": [f"{format_json_pointer(error.absolute_path)}: {error.message:.300}" for error in errors[:MAX_ERRORS]]

@@ -182,7 +182,7 @@ def split_at_tokens(text: str, token_names: dict[str, str]) -> list[str]:
 
 
 def split_at_token(text: str, token_names: dict[str, str]) -> tuple[str, str, bool]:
-    """Return (the text in front of the first token, the expression of the rest, whether there is a token)."""
+    """Return (the text before the first token, the expression of the rest, whether there is a token)."""
     text_before = next(iter(split_at_tokens(text, token_names)), "")
     if text_before in token_names:
         text_before = ""

@@ -20,7 +20,7 @@ from ovspec.sampling.vocabulary_index import VocabularyIndex
 # A token -> (the tokens that a grammar allows after it, the same function for that position).
 FollowingIds = Callable[[int], tuple[list[int], "FollowingIds"]]
 ITEM_CLOSERS = re.compile(rb"[\]},\s]")
-MAX_SEARCH_STEPS = 400  # looked ahead for a mask
+MAX_SEARCH_STEPS = 400  # tokens looked ahead for a mask
 MAX_UNFILTERED_IDS = 300  # up to this many tokens are all tried
 JSON_TOKEN = re.compile(r"""\s+|"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|[a-z]+|[\[\]{}:,]""", re.DOTALL)
 JSON_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
@@ -30,7 +30,7 @@ JSON_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
 class BegunItem:
     """An item as far as it is written.
 
-    ``finished_text``: its finished tokens, written as ``normalize_json_token`` does; ``open_text``: the rest.
+    ``finished_text``: its finished tokens, as written by ``normalize_json_token``; ``open_text``: the rest.
     ``is_number``: the rest is a number.
     """
 
@@ -86,7 +86,7 @@ def normalize_json_token(token: str) -> str:
 
 @dataclass
 class ContinuationSearch:
-    """A search for a way on from some tokens. ``dead_end_by_item``: whether a begun item leads nowhere."""
+    """A search for a continuation of some tokens. ``dead_end_by_item``: whether a begun item is a dead end."""
 
     steps_left: int = MAX_SEARCH_STEPS
     dead_end_by_item: dict[BegunItem, bool] = field(default_factory=dict)
@@ -116,13 +116,13 @@ class OpenContainer:
 
 @dataclass(frozen=True, slots=True)
 class JsonCursor:
-    """A place in a JSON text. ``token_kind``: "string", "escape" (in a string), "scalar" or "" between tokens."""
+    """A position in a JSON text. ``token_kind``: "string", "escape" (in a string), "scalar" or "" between tokens."""
 
     text: bytes = b""
     containers: tuple[OpenContainer, ...] = ()
     token_kind: str = ""
     expects_key: bool = False  # the open or next string is a property name
-    token_start: int = 0  # where the string or scalar begins
+    token_start: int = 0  # start of the string or scalar
     skipped_bytes: int = 0  # bytes before the JSON text
 
 
@@ -204,7 +204,7 @@ class UniqueItems:
             repeat_search.steps_left -= 1
             repeat_search.dead_end_by_item[repeated_item] = True  # a path back to itself only is a dead end
             following_ids, find_next_ids = find_following_ids(token)
-            # White space can't lead where nothing else does.
+            # White space leads nowhere that other tokens don't.
             following_ids = [token_id for token_id in following_ids if (self._vocabulary[token_id] or b"x").strip()]
             repeat_search.dead_end_by_item[repeated_item] = bool(following_ids) and all(
                 self._leads_nowhere(next_cursor, token_id, find_next_ids, repeat_search) for token_id in following_ids
@@ -340,7 +340,7 @@ class JsonByteReader:
         changed_container = replace(container, item_index=container.item_index + 1, item_start=-1)
         if container.earlier_items is not None:
             item_text = self.text[container.item_start : value_end]
-            # The same for equal values, as JSON Schema compares them.
+            # The same for equal values, as in JSON Schema.
             item_json = json.dumps(
                 replace_whole_floats(json.loads(item_text, strict=False)), sort_keys=True, ensure_ascii=False
             )
@@ -359,7 +359,7 @@ class JsonByteReader:
 
 
 def replace_whole_floats(value: JsonValue) -> JsonValue:
-    """Return a value of JSON with integers instead of equal fractions."""
+    """Return a JSON value with integers instead of equal fractions."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

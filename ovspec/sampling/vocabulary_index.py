@@ -38,14 +38,14 @@ class VocabularyIndex:
             if first_index == len(self._sorted_bytes) or not self._sorted_bytes[first_index].startswith(
                 text[:prefix_length]
             ):
-                break  # no token begins with this or more
+                break  # no token begins with this prefix or a longer one
             prefix_ids += self._sorted_ids[first_index : bisect.bisect_right(self._sorted_bytes, text[:prefix_length])]
         return prefix_ids
 
     def ids_with_prefix(self, text: bytes) -> list[int]:
         """Return the ids of tokens with the prefix ``text``."""
         first_index = bisect.bisect_left(self._sorted_bytes, text)
-        # They are adjacent, and all of them are shorter than this many 0xFF.
+        # They are adjacent, and all are shorter than this many 0xFF.
         last_index = bisect.bisect_left(self._sorted_bytes, text + b"\xff" * (self.max_length + 1))
         return self._sorted_ids[first_index:last_index]
 

@@ -67,14 +67,14 @@ class CompiledModel:
 
     ir: CompiledIR
     engine: EngineName
-    engine_reason: str  # why this engine was chosen
+    engine_reason: str  # reason for choosing this engine
     rollback: RollbackMethod
-    feed_rule: FeedRule = FAST_RULE  # how tokens are fed
-    arithmetic_note: str = "fast"  # or "exact", or a sentence: why exact arithmetic was requested and isn't possible
+    feed_rule: FeedRule = FAST_RULE  # how to feed tokens
+    arithmetic_note: str = "fast"  # or "exact", or a sentence: why requested exact arithmetic is impossible
     proposals_are_free: bool = False  # verifying a token proposed for one text is almost free and changes no bit
     profile: str | None = None  # the setting chosen from a profile
     kl_divergence: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
-    verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
+    verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the largest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the last
     next_layer: CompiledModel | None = None  # of a head: the layer for the token after its own
     prefix_cache: PrefixCache | None = field(default=None, init=False, repr=False)  # of all decoders
@@ -119,7 +119,7 @@ class CompiledModel:
         return make_decoder(self.ir, self.rollback, vocabulary, feed_rule or self.feed_rule, prefix_cache)
 
     def share_prefixes(self, max_cached_tokens: float) -> None:
-        """Keep the KV caches of ended texts for texts with the same prefix, until ``max_cached_tokens`` are cached."""
+        """Keep the KV caches of finished texts for texts with the same prefix, up to ``max_cached_tokens``."""
         self.prefix_cache = make_prefix_cache(self.ir, self.rollback, max_cached_tokens)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class CompiledModel:
             lambda feed_rule: self.make_decoder(feed_rule=feed_rule), self.engine, self.ir.logits_width, trial
         )
         if self.ir.config.rope_switch_length and exactness.rule and exactness.rule.most:
-            # A text is computed anew where its frequencies change, in a single inference.
+            # A text is recomputed where its frequencies change, in a single inference.
             return replace(exactness, rule=None, differing=exactness.positions)
         return exactness
 
@@ -250,7 +250,7 @@ def load_model_giving_features(
 def load_paged_model(
     folder: Path, options: DeviceOptions, engine_reason: str, arithmetic: Arithmetic | None, head: Path | None = None
 ) -> CompiledModel:
-    """Compile for the paged engine, rewritten for exact arithmetic only where the rewrite makes it exact."""
+    """Compile for the paged engine, rewritten for exact arithmetic only if the rewrite makes it exact."""
 
     def compile_paged_model(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, two_queries, head)
@@ -311,7 +311,7 @@ def is_16_bit_by_default(options: DeviceOptions) -> bool:
 
 
 def probe_and_save_exactness(model: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
-    """Find the rule of exact arithmetic, and remember it."""
+    """Find the rule of exact arithmetic, and cache it."""
     if check_weights_file(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         print_note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
     return write_cached(find_exactness_file(folder, options, model.engine), model.find_exactness())

@@ -26,7 +26,7 @@ class Exactness:
 
     rule: FeedRule | None  # how to feed tokens; None if no rule gives every token the same bits
     positions: int  # number probed by the rule, or by the strictest rule tried
-    differing: int  # how many of them had other bits
+    differing: int  # number of positions with other bits
     guess: float = 1.0  # time of an inference with one proposed token, relative to a single token's
     tried: dict[str, int] = field(default_factory=dict)  # probed rules -> positions with other bits
 
@@ -47,7 +47,7 @@ class Exactness:
 
 @dataclass(frozen=True)
 class ExactnessTrial:
-    """The texts to probe with: one for each of ``context_lengths``, followed by pieces of ``widths`` tokens each."""
+    """The texts for probing: a context of each of ``context_lengths``, followed by pieces of ``widths`` tokens."""
 
     context_lengths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -57,18 +57,18 @@ class ExactnessTrial:
 MakeDecoder = Callable[[FeedRule], Decoder]
 # Beyond one block of a paged cache. A first load has no time for more.
 SHORT_TRIAL = ExactnessTrial((40,), (1, 2, 1, 1, 3, 8, 1))
-# Also shorter than one block, and, if possible, more blocks than there are threads to share them.
+# Also shorter than one block, and, if possible, with more blocks than threads.
 FULL_TRIAL = ExactnessTrial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-EXACTNESS_PROBE_VERSION = "9"  # a new version invalidates kept findings
+EXACTNESS_PROBE_VERSION = "9"  # a new version invalidates cached findings
 # Tokens and logits of the inferences for comparison with narrower and wider ones, and the strictest rule's minimum.
 PIECE_LENGTH = 16
-MIN_COUNTS_TO_TRY = (1, 2, 3, 4, 5, 6, 8, 10, 12, PIECE_LENGTH)  # fewest tokens and fewest logits to try
+MIN_COUNTS_TO_TRY = (1, 2, 3, 4, 5, 6, 8, 10, 12, PIECE_LENGTH)  # minimum tokens and minimum logits to try
 # Single tokens to feed before calling them the same: 16 bits hide most differences until they enter the cache.
 SINGLE_TOKEN_COUNT = 64
 SINGLE_TOKEN_COUNT_FOR_LOGITS = 8  # enough if only the lm_head differs: no rounding hides its differences
 # Widths tried until one differs. If none does, there is no bound; a first load has no time for larger widths.
 RISING_WIDTHS = (64, 96, 256)
-FALLING_WIDTHS = (48, 32)  # tried if the first of these differs; smaller bounds would read prompts too slowly
+FALLING_WIDTHS = (48, 32)  # tried if the first of these differs; smaller bounds would make prefill too slow
 # Rules without a bound. Attention has a separate kernel for a single query everywhere; where its bits seem the same,
 # rounding to 16 bits has hidden later differences.
 STRICTEST_RULES = {
@@ -108,7 +108,7 @@ def find_exactness(
     feed_rule = find_cheapest_rule(make_decoder, strictest_rule, probe_ids)
     exactness = probe_rule(feed_rule)
     if not exactness.is_exact and feed_rule != strictest_rule:
-        exactness = probe_rule(strictest_rule)  # if it isn't exact, no lesser rule is
+        exactness = probe_rule(strictest_rule)  # if it isn't exact, neither is a weaker rule
         if exactness.is_exact:
             stricter_rules = list_stricter_rules(feed_rule, strictest_rule)
             exactness = next(
@@ -119,7 +119,7 @@ def find_exactness(
                 ),
                 exactness,
             )
-    # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
+    # With such a rule more tokens are computed in any case; the stateful engine proposes nothing by default.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=measure_two_token_time_ratio(make_decoder(exactness.rule), probe_ids))
     return replace(exactness, tried=differing_by_rule)
@@ -185,7 +185,7 @@ def draw_probe_ids(decoder: Decoder, vocab_size: int) -> np.ndarray:
 
 
 def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
-    """Return how many tokens of ``probe_ids`` an inference may have at most; None for all of them, 0 for too few."""
+    """Return the maximum number of tokens of ``probe_ids`` in an inference; None for all, 0 for too few."""
     narrow_decoder = decoder.fork()
     expected_hashes: list[bytes] = []
 
@@ -229,7 +229,7 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
         count_so_far = min(getattr(feed_rule, count_name) for count_name in count_names)
         for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
             lesser_rule = replace(feed_rule, **dict.fromkeys(count_names, min_count))
-            # Single tokens come first: they differ most often. Other widths may have kernels of their own, too.
+            # Single tokens come first: they differ most often. Other widths may also have separate kernels.
             widths = [1] * single_token_count + list(range(min_count + 1, PIECE_LENGTH))
             if has_expected_bits(make_decoder(lesser_rule), probe_ids, context_length, widths, expected_hashes):
                 return lesser_rule
@@ -243,7 +243,7 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
 
 
 def list_stricter_rules(feed_rule: FeedRule, strictest_rule: FeedRule) -> Iterator[FeedRule]:
-    """Yield rules stricter than a rule with rising counts of tokens and logits, all less than the strictest's."""
+    """Yield rules stricter than a rule, with rising counts of tokens and logits, all below the strictest rule's."""
     for min_count in MIN_COUNTS_TO_TRY:
         min_tokens = min(max(feed_rule.fewest, min_count), strictest_rule.fewest)
         stricter_rule = replace(feed_rule, fewest=min_tokens, fewest_logits=max(feed_rule.fewest_logits, min_count))
@@ -303,7 +303,7 @@ def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
 
 
 def probe_feed_rule(decoder: Decoder, vocab_size: int, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
-    """Feed random texts in many ways by the decoder's rule, and compare the bits with one pass over each."""
+    """Feed random texts in many ways by the decoder's rule, and compare the bits with one pass over each text."""
     generator = np.random.default_rng(0)
     max_context_length = decoder.context_length
     position_count = 0
@@ -348,7 +348,7 @@ class FeedRuleProber:
         self.generator = generator
 
     def feed_in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the context in random pieces, with a random number of logits for each, then go on."""
+        """Read the context in random pieces, with a random number of logits for each, then continue."""
         self.decoder.reset(1)
         position = 0
         while position < self.pieces_start:

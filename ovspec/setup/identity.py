@@ -42,7 +42,7 @@ def hash_model_and_tokenizer(folder: Path) -> str:
 
 
 def read_bytes_if_present(file: Path) -> bytes:
-    """Return the content of a file, or nothing if there is no such file."""
+    """Return the content of a file, or nothing if it doesn't exist."""
     return file.read_bytes() if file.is_file() else b""
 
 
@@ -105,7 +105,7 @@ def describe_and_hash_arithmetic(model: CompiledModel) -> tuple[str, str]:
 
 
 def make_fingerprint(model: CompiledModel) -> JsonObject:
-    """Return the model's folder and identity, and how it was run, as JSON values."""
+    """Return the model's folder, identity and configuration as JSON values."""
     compiled_model = model.ir.compiled_model
     has_threads_property = THREADS_PROPERTY in compiled_model.get_property("SUPPORTED_PROPERTIES")
     return {

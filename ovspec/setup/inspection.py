@@ -116,7 +116,7 @@ def describe_compiled_model(model: CompiledModel, options: DeviceOptions, export
 
 
 def compute_weight_format_shares(folder: Path) -> tuple[int, dict[str, float]]:
-    """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
+    """Return the number of weights and the share of each format, without scales, zero points and norms."""
     weight_counts: Counter[str] = Counter()
     for (element_type, shape_text), shape_count in count_weight_shapes(folder).items():
         weight_format = WEIGHT_FORMAT_NAMES.get(element_type)

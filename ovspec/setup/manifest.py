@@ -40,9 +40,9 @@ class ExportedModel:
     source: str
     weight_format: str
     options: JsonObject
-    states: list[JsonObject]  # each with its axes
+    states: list[JsonObject]  # each includes its axes
     revision: str | None = None  # of the source: the hub's commit, or a checksum of a folder's files
-    versions: dict[str, str] = field(default_factory=dict)  # of packages, where they differ from the manifest's
+    versions: dict[str, str] = field(default_factory=dict)  # of packages, if different from the manifest's
 
 
 @dataclass
@@ -71,7 +71,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def backup_path(output: Path) -> Path:
-    """Return the path of the old ``output`` while it is being replaced."""
+    """Return the path of the old ``output`` during its replacement."""
     output = output.resolve()
     if not output.name:  # the root
         return output / ".old"
@@ -95,7 +95,7 @@ def has_other_line_ends(path: Path, exported_file: ExportedFile) -> bool:
 
 
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
-    """Return the manifest in ``folder``, or None if ovspec did not export it.
+    """Return the manifest in ``folder``, or None if it isn't an export by ovspec.
 
     Raises OvspecError if the export is unfinished, the manifest is damaged or newer, or a file is missing or has
     another size. ``verify`` also reads all files and compares their checksums.

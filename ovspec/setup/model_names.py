@@ -45,7 +45,7 @@ class ModelSource:
 
     @property
     def short_name(self) -> str:
-        """The name of the folder, the file or the model, without where it is."""
+        """The name of the folder, file or model, without its location."""
         return Path(self.name).name.removesuffix(".gguf").replace(":", "-")
 
 

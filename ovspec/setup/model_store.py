@@ -85,7 +85,7 @@ class StoredModel:
         return "head" if is_head_folder(self.ir_folder / DRAFT_FOLDER) else "draft"
 
     def is_of(self, source: str, revision: str | None) -> bool:
-        """Return whether it was made of this source in this revision, or in the commit of this name."""
+        """Return whether it was exported from this source in this revision, or in the commit of this name."""
         is_same_commit = revision is not None and revision == self.manifest.target.revision
         return self.record.source == source and (self.record.revision == revision or is_same_commit)
 
@@ -204,7 +204,7 @@ def publish_model(new_folder: Path, record: ModelRecord, name: str, outdated_fol
 
 
 def is_damaged_entry(folder: Path) -> bool:
-    """Return whether a folder of the store is ovspec's and can't be used."""
+    """Return whether a folder of the store is ovspec's and unusable."""
     if folder not in list_entry_folders():
         return False
     try:
@@ -255,7 +255,7 @@ def remove_model(folder: Path) -> None:
     doomed_folder = folder.with_name(f"{REMOVED_PREFIX}{secrets.token_hex(4)}")
     try:
         folder.rename(doomed_folder)
-    except PermissionError:  # Windows', where its files are open
+    except PermissionError:  # Windows' error for open files
         raise OvspecError(f"{folder.name}: its files are open in another program; stop it first.") from None
     try:
         check_unused(doomed_folder, folder.name)  # by a process that has just started

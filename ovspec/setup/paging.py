@@ -1,4 +1,4 @@
-"""The paged engine: how a model is compiled for it, and whether it computes the stateful engine's logits."""
+"""The paged engine: compiling a model for it, and checking its logits against the stateful engine's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_JOINED_BYTES = 5e8
 # A GPU computes in 16 bits, so its logits differ from f32 by this share of their standard deviation: seen are 0.045,
 # and 0.5 and more where attention reads wrong keys.
 MAX_GPU_NOISE = 0.1
-ENGINE_CHECK_VERSION = "2"  # a new version invalidates kept checks
+ENGINE_CHECK_VERSION = "2"  # a new version invalidates cached checks
 # The properties with the least rounding. Models compiled with them are needed only briefly, so they are not cached.
 EXACT_PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
@@ -80,7 +80,7 @@ def compile_paged(
         return advance_graph
 
     if not on_gpu:
-        # Not cached: OpenVINO 2026.4 can't read a paged model back for a CPU, because the head sizes are lost.
+        # Not cached: OpenVINO 2026.4 can't load a cached paged model on a CPU, because the head sizes are lost.
         options = replace(options, properties=options.properties | {"CACHE_DIR": ""})
     return compile_ir(folder, options, rewrite)
 
@@ -128,7 +128,7 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     """
     on_gpu = is_gpu(parse_device_option(options.device))
     properties = EXACT_PROPERTIES
-    # Properties of a GPU are none of the CPU's.
+    # A GPU's properties don't apply to the CPU.
     if not on_gpu and not weights_fit_into_memory(folder, 3):
         properties = options.fixed_properties | {"CACHE_DIR": ""}
     stateful_options = DeviceOptions(properties=properties)
@@ -138,7 +138,7 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     if ir.config.rope_switch_length:
         return PagedCheck(False, "its rotary frequencies change with the length of the text")
     attention_window = find_narrowest_window(ir)
-    # Random ids, more than the window holds unless the window is longer than LONGEST_TESTED_WINDOW.
+    # Random ids, longer than the window unless the window exceeds LONGEST_TESTED_WINDOW.
     text_length = 45 + attention_window * (attention_window <= LONGEST_TESTED_WINDOW)
     text_ids, other_ids = np.split(
         np.random.default_rng(0).integers(0, ir.logits_width, text_length + 40), [text_length]

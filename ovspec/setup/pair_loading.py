@@ -31,7 +31,7 @@ def load_target_and_draft(
     head = draft if draft and is_head_folder(draft) else None
     profile: Profile | None = None
     draft_profile: Profile | None = None
-    if tune:  # before a model is loaded, because measuring takes memory
+    if tune:  # before loading a model, because measuring takes memory
         profile = load_or_tune_profile(folder, options)
         if draft and not head:
             draft_profile = load_or_tune_profile(draft, draft_options)

@@ -31,9 +31,9 @@ PROFILE_FORMAT = 9
 # at most this many nats, about the cost of int8 weights for a model of a billion parameters ...
 MAX_KL_RATIO = 1.25
 MAX_KL_DIVERGENCE = 3e-4
-# ... and if this share of the most probable tokens is right, or as many as with the default.
+# ... and if this share of the most probable tokens matches, or as many as with the default.
 MIN_TOP1_SHARE = 0.99
-# The goal "accuracy" allows no more nats than this.
+# The goal "accuracy" allows at most this many nats.
 MAX_KL_FOR_ACCURACY = 1e-6
 # A setting is preferred to an earlier one if it takes at most this share of the time.
 CLEARLY_BETTER_COST_RATIO = 0.97
@@ -49,7 +49,7 @@ class EngineSetting:
     engine: EngineName
     precision: str | None = None
     group: int | None = None  # activations with a shared scale if weights are compressed; 0: not quantised
-    kv_precision: str | None = None  # on a GPU; None: the usual one
+    kv_precision: str | None = None  # on a GPU; None: the default
 
     @property
     def properties(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class Measurement:
     change_ms: float = 0.0  # added to an inference of another width than the last
     # Share of probed positions with the same logits, to the bit, however the text was fed; None: not probed.
     invariance: float | None = None
-    rule: FeedRule | None = None  # of exact arithmetic, if it was probed and found
+    rule: FeedRule | None = None  # of exact arithmetic, if probing found one
 
     def inference_ms(self, width: int) -> float:
         """Return the milliseconds of an inference fed with ``width`` tokens, by the rule of exact arithmetic."""
@@ -103,7 +103,7 @@ class Measurement:
         return 256 * self.prefill_ms + 128 / 3 * sum(map(self.inference_ms, (2, 4, 8)))
 
     def is_accurate_enough(self, goal: Goal, default_measurement: Measurement) -> bool:
-        """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default_measurement``."""
+        """Return whether ``goal`` allows this setting, by comparison with OpenVINO's ``default_measurement``."""
         if goal == "accuracy":
             return self.kl <= MAX_KL_FOR_ACCURACY
         return self.kl <= max(MAX_KL_RATIO * default_measurement.kl, MAX_KL_DIVERGENCE) and self.top1 >= min(
@@ -118,8 +118,8 @@ class Profile:
     goal: Goal
     full: bool  # False for a first load's short version
     tokens: int  # length of the text
-    seconds: float  # how long measuring took
-    reference: Measurement  # OpenVINO's default, the standard for accuracy; in the short version measurements[0]
+    seconds: float  # duration of the measurement
+    reference: Measurement  # OpenVINO's default, the baseline for accuracy; in the short version measurements[0]
     measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
     exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
     price: float | None = None  # time per token in exact arithmetic, relative to fast arithmetic
@@ -136,7 +136,7 @@ class Profile:
             for m in self.measurements
             if m.setting.engine == engine
             and all(fixed_properties.get(name, value) == value for name, value in m.setting.properties.items())
-            # Rolling back a cache of another type isn't exact.
+            # Rollback isn't exact with another cache type.
             and not (m.setting.kv_precision and "KV_CACHE_PRECISION" not in fixed_properties)
         ]
         accurate_measurements = [m for m in permitted_measurements if m.is_accurate_enough(self.goal, self.reference)]
@@ -199,7 +199,7 @@ def count_weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
 
 
 def find_max_activation_group(folder: Path) -> int | None:
-    """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
+    """Return the maximum group size for activations: the weights' group or row length; None if uncompressed."""
     shapes = count_weight_shapes(folder)
     integer_shapes = [
         shape for element_type, shape in shapes if element_type in ("i8", "u8", "i4", "u4") and "," in shape

@@ -1,4 +1,4 @@
-"""Load the draft model or head of a target, and find out how it computes a token fastest."""
+"""Load the draft model or head of a target, and find its fastest way to compute a token."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
 # A draft computes a token and its logits twice if this takes at most this share of the time for once.
 MAX_TWO_TOKEN_COST = 0.97
 TIMING_REPEATS = 12
-TIMING_CONTEXT_LENGTH = 16  # tokens in the cache meanwhile
+TIMING_CONTEXT_LENGTH = 16  # tokens in the cache during timing
 TWO_TOKEN_RULE = FeedRule(fewest=2, fewest_logits=2)
 
 
 def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
-    """Compile the head in ``folder``, all its layers, as its ``target`` was, on the device of ``options``.
+    """Compile the head in ``folder``, all its layers, like its ``target``, on the device of ``options``.
 
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """

@@ -1,4 +1,4 @@
-"""Find out by trial how a model's states can be rolled back; nothing is guessed from a model's name."""
+"""Find out by trial how to roll back a model's states; nothing is guessed from a model's name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ovspec.ir.attention_mask import UNBOUNDED, find_exact_masking_limit
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import identify_machine
 
-ROLLBACK_PROPERTIES = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # ends of the names of properties
-ROLLBACK_PROBE_VERSION = "4"  # a new version invalidates kept findings
+ROLLBACK_PROPERTIES = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # suffixes of property names
+ROLLBACK_PROBE_VERSION = "4"  # a new version invalidates cached findings
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
 
 
 def copies_continue_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
-    """Return whether compacted rows, and a new request with their states, go on like a clean run."""
+    """Return whether compacted rows, and a new request with their states, continue like a clean run."""
     text_ids, junk_ids = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
     tail_ids = text_ids[10:]
     no_ids = text_ids[:0]
@@ -138,7 +138,7 @@ def copies_continue_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> 
             other_row_count = len(tested_decoder.rows) - 1
             logits = tested_decoder.feed([tail_ids, *[no_ids] * other_row_count], [4, *[0] * other_row_count])[0]
             continued_logits.append(logits.copy())
-    except (OvspecError, RuntimeError, IndexError):  # a plugin may hand out no states, or states without a shape
+    except (OvspecError, RuntimeError, IndexError):  # a plugin may provide no states, or states without a shape
         return False
     rounding_error = np.abs(regrouped_logits - clean_logits[-2:]).max()
     tolerance = 10 * rounding_error + 1e-4 * clean_logits.std()

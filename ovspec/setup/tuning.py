@@ -44,7 +44,7 @@ from ovspec.setup.weight_formats import time_formats_for_model
 from ovspec.text.tokenizer import Tokenizer
 
 TUNING_TEXT_FILE = Path(__file__).with_name("tuning_text.txt")
-# A first load does not tune a model with more bytes of weights than this, because it would take too long.
+# A first load tunes only models with at most this many bytes of weights, because tuning larger ones takes too long.
 MAX_AUTO_TUNED_BYTES = 1.5e9
 USUAL_GROUP_SIZE = 32  # OpenVINO's default on the CPU
 FULL_EFFORT = TuningEffort(256, (1, 2, 4, 8, 16), 3, True)
@@ -138,7 +138,7 @@ def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bo
 
 
 def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[EngineSetting]:
-    """Return the settings to compare with a GPU's usual ones: precisions, dynamic quantisation, and a u8 KV cache."""
+    """Return the settings to compare with a GPU's default ones: precisions, dynamic quantisation, and a u8 KV cache."""
     settings = [
         EngineSetting(engine, group=group_size)
         for group_size in (0, 32, 128)

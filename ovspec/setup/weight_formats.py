@@ -82,7 +82,7 @@ def find_dominant_product(constant_shapes: Counter[tuple[str, str]]) -> tuple[We
     weight_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for (element_type, shape_text), shape_count in constant_shapes.items():
         shape = tuple(map(int, shape_text.split(",")))
-        if shape_count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's occurs once; scales end in 1
+        if shape_count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's matrix occurs once; scales end in 1
             weight_counts[element_type, shape] = shape_count * int(np.prod(shape))
     if not weight_counts or weight_counts.most_common(1)[0][0][0] not in formats_by_type:
         return None

@@ -212,7 +212,7 @@ class AnswerFormat:
 
     @property
     def tags(self) -> list[PhaseTag]:
-        """All tags, with characters for tokens."""
+        """All tags, with placeholder characters for tokens."""
         tags: list[PhaseTag] = []
         if self.thinking_format:
             tags += self.thinking_format.tags
@@ -230,7 +230,7 @@ class AnswerFormat:
         return [PhaseTag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
 
     def mark_tokens(self, text: str) -> str:
-        """Return ``text`` with characters for tokens."""
+        """Return ``text`` with placeholder characters for tokens."""
         for token_text in sorted(self.tag_token_ids, key=len, reverse=True):
             text = text.replace(token_text, self.mark_by_token_id[self.tag_token_ids[token_text]])
         return text
@@ -246,7 +246,7 @@ class AnswerFormat:
 
 
 def is_token_mark(character: str) -> bool:
-    """Return whether a character stands for a token."""
+    """Return whether a character is a token's placeholder."""
     return FIRST_MARK_CODEPOINT <= ord(character) < FIRST_MARK_CODEPOINT + MARK_COUNT
 
 
@@ -293,7 +293,7 @@ class AnswerReader:
         self._tags = answer_format.tags
         self._reading_state = AnswerReadingState(answer_format.first_phase)
         self._id_key = id_key
-        self._has_thought = False  # whether thinking has begun: white space before it is gone
+        self._has_thought = False  # whether thinking has begun: white space before it is removed
         self._call_reader = (
             ToolCallReader(answer_format, string_parameters or {}) if answer_format.tool_format else None
         )
@@ -309,7 +309,7 @@ class AnswerReader:
         self._add_phase_texts(phase_parts, content)
 
     def flush(self, content: AnswerContent) -> None:
-        """Add the pending text at the end of the answer, where a tag might have come, to ``content``."""
+        """Add the pending text at the end of the answer, the possible start of a tag, to ``content``."""
         phase, pending = self._reading_state
         self._reading_state = AnswerReadingState(phase)
         if phase == "thinking":
@@ -346,7 +346,7 @@ class AnswerReader:
 
 
 class ToolCallReader:
-    """Reads calls piece by piece. They follow the grammar of their format, but may be cut off anywhere."""
+    """Reads calls piece by piece. They follow the grammar of their format, but may be truncated anywhere."""
 
     def __init__(self, answer_format: AnswerFormat, string_parameters: Mapping[str, Collection[str]]) -> None:
         tool_format = answer_format.tool_format
@@ -375,7 +375,7 @@ class ToolCallReader:
         return new_parts
 
     def _read_calls(self) -> Generator[None]:
-        """Read as far as the text goes, wait for more, and go on."""
+        """Read to the end of the text so far, wait for more, and continue."""
         for index in itertools.count():
             while not (
                 matches := [match for pattern in self._start_patterns if (match := pattern.search(self._unread_text))]
@@ -452,7 +452,7 @@ class ToolCallReader:
             self._consume_text(len(closing_tag))
 
     def _read_until(self, end_tag: str) -> Generator[None, None, str]:
-        """Return the text before ``end_tag``, and go past it."""
+        """Return the text before ``end_tag``, and skip the tag."""
         while (position := self._unread_text.find(end_tag)) < 0:
             yield
         text = self._consume_text(position)
@@ -470,7 +470,7 @@ class ToolCallReader:
 
 
 def escape_json_text(text: str) -> str:
-    """Return ``text`` as it is written within a JSON string."""
+    """Return ``text`` as written within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""How a model's chats are written: its chat template with its tool format and its tags of thinking."""
+"""A model's chat format: its chat template with its tool format and its tags of thinking."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ CALL_STYLES = [CallStyle(*flags) for flags in itertools.product((False, True), r
 
 
 class ChatFormat:
-    """How a model's chats are written; ``tool_format`` is the name of its tool format, if it isn't to be found."""
+    """A model's chat format; ``tool_format`` is the name of its tool format, if it isn't to be detected."""
 
     def __init__(self, template: ChatTemplate, tool_format: str | None = None) -> None:
         self.template = template
@@ -125,12 +125,12 @@ class ChatFormat:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model calls tools."""
+        """The format of the model's tool calls."""
         return self._detected_format[0]
 
     @functools.cached_property
     def _detected_format(self) -> tuple[ToolFormat, CallStyle]:
-        """The tool format, and how the template wants messages with calls."""
+        """The tool format, and the template's style of messages with calls."""
         tool_format, call_style = detect_tool_format_and_style(self.template)
         if self._tool_format_name:
             tool_format = TOOL_FORMATS_BY_NAME[self._tool_format_name]
@@ -165,7 +165,7 @@ class ChatFormat:
         )
 
     def _shows_all_messages(self, chat: list[Message]) -> bool:
-        """Return whether the template renders all of a chat, be it with tools or without."""
+        """Return whether the template renders a whole chat, with and without tools."""
         renderings = (render_or_empty(self.template, chat, tools) for tools in (False, True))
         return any(all(message["content"] in rendering for message in chat) for rendering in renderings)
 
@@ -282,7 +282,7 @@ class ChatFormat:
         return message
 
     def _render_messages(self, messages: list[Message], variables: Mapping[str, JsonValue], opens_answer: bool) -> str:
-        """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
+        """Render messages. Agents send system messages anywhere, and several in a row; not all templates accept this.
 
         Raises:
             OvspecError: the template can't render them.
@@ -302,7 +302,7 @@ class ChatFormat:
             for join_messages in (join_consecutive_messages, append_user_text_to_results):
                 joined_messages = join_messages(messages)
                 if joined_messages != messages:
-                    with contextlib.suppress(TemplateError):  # the first error is about the messages as they came
+                    with contextlib.suppress(TemplateError):  # the first error is about the messages as received
                         return self.template.render(joined_messages, opens_answer, variables)
                 messages = joined_messages
             raise
@@ -353,7 +353,7 @@ def add_missing_tool_fields(tool: JsonObject) -> JsonObject:
 def render_or_empty(
     template: ChatTemplate, messages: list[Message], tools: bool = True, opens_answer: bool = True
 ) -> str:
-    """Return a template's text of a chat, with the tool for probing unless ``tools`` is false; "" if it fails."""
+    """Return a template's text of a chat, with the probe tool unless ``tools`` is false; "" if it fails."""
     try:
         return template.render(messages, opens_answer, {"tools": [PROBE_TOOL]} if tools else {}, strict=False)
     except TemplateError:
@@ -361,7 +361,7 @@ def render_or_empty(
 
 
 def contains_calls(rendering: str, tool_format: ToolFormat, call_groups: list[list[tuple[str, JsonValue]]]) -> bool:
-    """Return whether each part of the calls is in ``rendering`` as ``tool_format`` writes it."""
+    """Return whether each part of the calls is in ``rendering``, in the format ``tool_format``."""
     layout_indices = range(len(tool_format.calls))
     return any(
         all(tool_format.write_calls(calls, layout_index) in rendering for calls in call_groups)
@@ -382,10 +382,10 @@ def join_text_parts(content: JsonValue) -> JsonValue:
 
 
 def normalize_message(message: Message) -> Message:
-    """Return a message with text as its content, and the arguments of its calls as objects where they are.
+    """Return a message with text as its content, and the arguments of its calls as objects if possible.
 
     Raises:
-        PromptError: it isn't such a message.
+        PromptError: it is invalid.
     """
     role = message.get("role")
     content = join_text_parts(message.get("content"))
@@ -460,7 +460,7 @@ def find_begun_answer(messages: Sequence[Message]) -> str | None:
 
 
 def only_thinks(message: Message) -> bool:
-    """Return whether an answer was cut off before it said or called anything."""
+    """Return whether an answer was cut off before any text or call."""
     visible_content = join_text_parts(message.get("content")) or message.get("tool_calls")
     return message.get("role") == "assistant" and not visible_content and bool(message.get("reasoning_content"))
 

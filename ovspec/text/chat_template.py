@@ -130,14 +130,14 @@ class ChatTemplate:
             ) from None
 
 
-# Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.
+# Templates come from the internet. Jinja's sandbox isolates them, but doesn't keep them from running for hours.
 RENDERER = SandboxPool(
     "ovspec.text.chat_template_worker", "renders chat templates", MAX_RENDER_SECONDS, MAX_RENDERER_BYTES
 )
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of an exported folder or a checkpoint, by their names."""
+    """Return the chat templates of an exported folder or a checkpoint, by name."""
     template_file = folder / CHAT_TEMPLATE_FILE
     templates: dict[str, str] = {}
     if template_file.is_file():

@@ -45,7 +45,7 @@ class GenerationConfigFile:
 
 
 class GenerationConfig:
-    """The generation config in ``folder``; the EOS falls back to ``config``. Warns about settings it can't apply."""
+    """The generation config in ``folder``; the EOS falls back to ``config``. Warns about unsupported settings."""
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self._config_file = folder / GENERATION_CONFIG_FILE
@@ -114,7 +114,7 @@ def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -
         applied_settings = {option: value for option, value in recommended.items() if option not in chosen_options}
         make_params({"temperature": 1.0} | applied_settings)
     except OvspecError as error:
-        problem = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
+        problem = str(error).replace("`", "").rstrip(".")  # it isn't about an option of the caller
         remedy = "correct it in the checkpoint and export the model again, or set `temperature=0`"
         raise OvspecError(f"{config_file}: {problem}; {remedy}.") from None
     return {option: value for option, value in applied_settings.items() if value != SAMPLING_OPTIONS[option].default}

@@ -149,7 +149,7 @@ class PartEncoder(Protocol):
 
 
 class InfillTokens(NamedTuple):
-    """The tokens of such a prompt, (n,) int64; from ``answer_start`` on they are the beginning of the text."""
+    """The tokens of an infill prompt, (n,) int64; from ``answer_start`` on they are the beginning of the text."""
 
     ids: np.ndarray
     answer_start: int
@@ -175,7 +175,7 @@ def encode_infill(
             [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{file_chunk.filename}\n")]
         )
         encoded_chunks.append([*chunk_header, *encode(file_chunk.text)])
-    # Some tokenizers put a space in front of a text; models have learned the prefix with it.
+    # Some tokenizers put a space in front of a text; models are trained with it before the prefix.
     fim_prefix_ids = [fim.prefix, *encode(infill.prefix, at_text_start=True)]
     fim_suffix_ids = [fim.suffix, *encode(infill.suffix)]
     prompt_parts = [*fim_suffix_ids, *fim_prefix_ids] if fim.suffix_first else [*fim_prefix_ids, *fim_suffix_ids]

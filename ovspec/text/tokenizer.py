@@ -93,7 +93,7 @@ def look_up_bytes(vocabulary: list[bytes | None], token: int) -> bytes:
 class Tokenizer:
     """The tokenizer of an exported model; raises OvspecError if a file in ``folder`` is missing or broken.
 
-    The bytes of each token are read from ``tokenizer.json``, if there is one.
+    The bytes of each token come from ``tokenizer.json``, if there is one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -124,7 +124,7 @@ class Tokenizer:
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def max_characters(self, token_count: int) -> int:
-        """Return more characters than ``token_count`` tokens can spell."""
+        """Return an upper limit for the characters of ``token_count`` tokens."""
         return NORMALIZER_MARGIN * self._longest_token_length * token_count
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
@@ -168,7 +168,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _special_name_pattern(self) -> re.Pattern[str]:
-        """Finds where the names of special and FIM tokens begin."""
+        """Finds the start of the names of special and FIM tokens."""
         special_names = {name.decode() for name in self._special_token_bytes.values()}
         if self.fim_tokens:
             special_names.update(self.fim_tokens.fim_names)
@@ -232,7 +232,7 @@ class Tokenizer:
         infer_request.set_input_tensor(0, ov.Tensor([text]))
         infer_request.infer()
         ids = infer_request.get_tensor("input_ids").data[0].astype(np.int64)
-        if len(text) <= LONG_TEXT_CHARACTERS:  # else it would keep the text's memory
+        if len(text) <= LONG_TEXT_CHARACTERS:  # otherwise it would keep the text's memory in use
             self._idle_requests.append(infer_request)
         return ids
 

@@ -111,7 +111,7 @@ def format_card(record: ResultRecord, result_name: str) -> str:
 
 
 def list_facts(record: ResultRecord) -> list[str]:
-    """Return the facts on how the result was made, a line each."""
+    """Return the facts about the result's training, a line each."""
     total_seconds = sum(record.seconds.values())
     unit, unit_name = (3600, "hours") if total_seconds >= 3600 else (60, "minutes")
     stage_times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in record.seconds.items() if seconds)

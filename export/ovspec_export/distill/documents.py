@@ -25,7 +25,7 @@ MAX_DOCUMENT_TOKENS = 1024  # of a document
 HELD_OUT_DIVISOR = 20  # one of so many documents is held out
 TEXT_PART_BYTES = 32_000  # bytes of a text held out as a whole, about 8,000 tokens
 RUN_TOKENS = 8  # tokens per run for comparing documents
-MAX_TAIL_BYTES = 1 << 20  # bytes, more than a document has in its file
+MAX_TAIL_BYTES = 1 << 20  # bytes, more than any document takes in its file
 BINARY_CHECK_BYTES = 1 << 13  # bytes of a file examined for binary content
 CHATS_SUFFIX = ".jsonl"
 CHAT_LINE_FORMATS = (
@@ -89,7 +89,7 @@ def append_documents(file: Path, documents: Iterable[Document]) -> None:
 
 
 def find_last_line_end(stream: BinaryIO) -> int:
-    """Return where the last complete line of a file ends."""
+    """Return the end of the last complete line of a file."""
     file_bytes = stream.seek(0, os.SEEK_END)
     tail_start = stream.seek(max(0, file_bytes - MAX_TAIL_BYTES))
     return tail_start + stream.read().rfind(b"\n") + 1
@@ -109,7 +109,7 @@ def hash_token_runs(ids: Sequence[int]) -> np.ndarray:
 
 
 def is_looping(ids: Sequence[int]) -> bool:
-    """Return whether a text has got into a loop: half of its runs were there before."""
+    """Return whether a text is in a loop: half of its runs occurred before."""
     hashes = hash_token_runs(ids)
     return len(np.unique(hashes)) < len(hashes) / 2
 
@@ -127,7 +127,7 @@ class SeenTokenRuns:
         np.bitwise_or.at(self._bit_table, byte_indices, bit_masks)
 
     def is_near_duplicate(self, ids: Sequence[int]) -> bool:
-        """Return whether a text is a near-duplicate: more than half of its runs were added."""
+        """Return whether a text is a near-duplicate: more than half of its runs are known."""
         byte_indices, bit_masks = self._locate_table_bits(ids)
         return bool(np.mean((self._bit_table[byte_indices] & bit_masks) > 0) > 0.5)
 
@@ -159,7 +159,7 @@ def choose_held_out_checksums(checksums: Iterable[int]) -> set[int]:
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat of the user's; ``location`` is where it was read, for errors."""
+    """A chat of the user's; ``location`` is its place in the files, for errors."""
 
     messages: list[Message]
     tools: list[JsonObject]
@@ -232,7 +232,7 @@ def list_visible_files(path: Path) -> Iterator[Path]:
 
 
 def read_utf8_text(file: Path) -> str | None:
-    """Return the text in a file; None if it is none, or can't be read."""
+    """Return the text in a file; None if the file isn't text or is unreadable."""
     try:
         with file.open("rb") as stream:
             if b"\0" in stream.read(BINARY_CHECK_BYTES):
@@ -384,7 +384,7 @@ def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -
         except OvspecError as error:
             raise OvspecError(f"{chat.location}: {error}") from None
         prompt_checksum = compute_tokens_checksum(ids[:answer_start])
-        dropped_tokens = max(0, answer_start - MAX_DOCUMENT_TOKENS // 2)  # of a long prompt, the end matters
+        dropped_tokens = max(0, answer_start - MAX_DOCUMENT_TOKENS // 2)  # the end of a long prompt is kept
         answer_start -= dropped_tokens
         content_start -= dropped_tokens
         for piece_ids in cut_tokens(ids[dropped_tokens:], MAX_DOCUMENT_TOKENS, prompt_encoder.tokenizer):

@@ -152,7 +152,7 @@ def list_shards(folder: Path) -> list[Shard]:
 
 @dataclass(frozen=True)
 class ShardSpan:
-    """Where a document's rows are in an open shard."""
+    """The rows of a document in an open shard."""
 
     document: Document
     shard_file: safe_open
@@ -239,7 +239,7 @@ def make_torch_computation(
     from ovspec_export.patches import adapt_optimum
     from ovspec_export.quantised import load_checkpoint_model
 
-    dtype_options = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU computes in the checkpoint's own type
+    dtype_options = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU uses the checkpoint's own type
     model = load_checkpoint_model(checkpoint, trust_remote_code, **dtype_options, **adapt_optimum(model_type)).to(
         device
     )

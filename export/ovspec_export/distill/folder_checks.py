@@ -26,7 +26,7 @@ def check_folders_apart(target: Source, output: Path, work_folder: Path) -> None
 
 
 def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> None:
-    """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
+    """Raise OvspecError if a file is missing, or has content other than texts, chats or topics."""
     if skipped_files := read_user_texts(path.expanduser() for path in text_paths).skipped_files:
         print_note(f"{skipped_files} file{'s' * (skipped_files > 1)} in the folders hold no text, and are left out")
     if topics_file:

@@ -12,7 +12,7 @@ from ovspec_export.distill.documents import read_documents
 
 MAX_PROMPTS = 8
 MAX_GENERATED_TOKENS = 96
-MIN_PROMPTS, MIN_GENERATED_TOKENS = 2, 32  # texts and tokens of each, where there is little time
+MIN_PROMPTS, MIN_GENERATED_TOKENS = 2, 32  # texts, and tokens of each, if time is short
 PLAIN_PROMPT_TOKENS = 64  # tokens of a plain text used as a prompt
 OLD_DRAFT_MODE = "old draft"
 

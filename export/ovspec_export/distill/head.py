@@ -30,8 +30,8 @@ DEEP_ENTRY_SHARE = 0.25  # of the entries, unrolled beyond the first step
 # After 500,000 tokens of SmolLM2's chats 0.62 guesses in a row are right, with AdamW at 5e-4 for all and steps of 640
 # tokens 0.57. A token costs a sixth more, but 250,000 are nearly as good as 500,000 were. Twice Muon's rate is worse.
 STEP_TOKENS = 320
-MATRIX_LEARNING_RATE, ADAMW_LEARNING_RATE = 5e-4, 3e-4  # the highest rates: by Muon, and by AdamW of all else
-FC_RATE_SHARE, LM_HEAD_RATE_SHARE = 0.3, 0.2  # their shares of these: they begin near their goals
+MATRIX_LEARNING_RATE, ADAMW_LEARNING_RATE = 5e-4, 3e-4  # the highest rates: of Muon, and of AdamW for all other weights
+FC_RATE_SHARE, LM_HEAD_RATE_SHARE = 0.3, 0.2  # their shares of these: they start near their goals
 WEIGHTS_FILE = "model.safetensors"
 
 

@@ -50,7 +50,7 @@ def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Ten
     attention.k_proj.weight[:, :hidden_size] = random_keys.flatten(0, 1)
     head_group_shape = (kv_heads, layout.head_count // kv_heads, head_width)
     attention.q_proj.weight.view(*head_group_shape, -1)[:, 0, :, :hidden_size] = random_keys
-    direction_count = directions.shape[1]  # fewer than the values are wide if the target is narrow
+    direction_count = directions.shape[1]  # less than the width of the values if the target is narrow
     attention.v_proj.weight[:direction_count, :hidden_size] = directions.T @ token_weights
     padded_directions = F.pad(directions, (0, kv_heads * head_width - direction_count))
     attention.o_proj.weight.view(hidden_size, *head_group_shape)[:, :, 0] = padded_directions.view(
@@ -73,7 +73,7 @@ def limit_examples(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def compute_rms_sizes(examples: Sequence[Example], field_name: str) -> Tensor:
-    """Return the root mean square of each value of ``field_name``, but for a text's first token."""
+    """Return the root mean square of each value of ``field_name``, except for a text's first token."""
     square_sums = torch.zeros(())
     token_count = 0
     for example in limit_examples(examples):
@@ -102,7 +102,7 @@ def fit_linear_guess(
         cross_products += inputs.T @ (example.final_states[2:].float() / final_sizes)
         token_count += len(inputs)
     regularized_gram = input_gram.double()
-    # The fewer tokens for each value, the less is believed; the best share was measured for 5,000 to 80,000 tokens.
+    # The fewer tokens per value, the stronger the ridge; the best share was measured for 5,000 to 80,000 tokens.
     ridge = len(regularized_gram) / token_count
     regularized_gram += torch.diag(ridge * regularized_gram.diagonal() + 1e-6)
     weights = torch.linalg.solve(regularized_gram, cross_products.double()).T

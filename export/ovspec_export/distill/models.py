@@ -78,7 +78,7 @@ def choose_kind_draft_and_layers(
 
 
 def require_config_number(source: Source, config_key: str) -> int:
-    """Return a number in a config; raises OvspecError if it isn't there."""
+    """Return a number in a config; raises OvspecError if it is missing."""
     number = source.get_config_number(config_key)
     if number is None:
         unit = {"layers": "layers", "vocab": "tokens"}[config_key]
@@ -129,10 +129,10 @@ def find_torch_checkpoint(target: Source) -> Source | None:
 
 
 def find_draft_checkpoint(draft_name: str) -> Source:
-    """Return the checkpoint of a draft, also if its export is named.
+    """Return the checkpoint of a draft, even if its export is named.
 
     Raises:
-        OvspecError: it isn't here.
+        OvspecError: it is missing here.
     """
     source = find_source(draft_name)
     check_can_be_unpacked(source)

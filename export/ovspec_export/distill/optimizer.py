@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 96  # most rows of a block
+BLOCK_ROWS = 96  # maximum rows of a block
 MOMENTUM = 0.95
-# Root mean square of a step at rate 1, as AdamW's, so rates can be compared (Moonlight, arXiv 2502.16982).
+# Root mean square of a step at rate 1, as in AdamW, so rates are comparable (Moonlight, arXiv 2502.16982).
 STEP_SIZE = 0.2
 # Coefficients of Newton-Schulz iterations, for singular values between about 0.7 and 1.2 after five of them.
 LINEAR_COEFFICIENT, CUBIC_COEFFICIENT, QUINTIC_COEFFICIENT, NEWTON_SCHULZ_ITERATIONS = 3.4445, -4.7750, 2.0315, 5

@@ -24,7 +24,7 @@ MIN_GAIN_SECONDS = 15.0  # seconds
 
 
 class DistillOutcome(enum.IntEnum):
-    """How a distillation ended: the exit codes of ``ovspec distill``."""
+    """The outcome of a distillation: the exit codes of ``ovspec distill``."""
 
     GAINED = 0
     NOTHING_GAINED = 3

@@ -83,7 +83,7 @@ def pack_examples(examples: Sequence[Example], steps: int, deep_share: float, to
 def iterate_batches(
     examples: Sequence[Example], batch_tokens: int, steps: int, deep_share: float, token_offset: int = 1
 ) -> Iterator[Batch]:
-    """Yield batches of about ``batch_tokens`` entries, of the examples in random order, without end."""
+    """Yield batches of about ``batch_tokens`` entries, with the examples in random order, endlessly."""
     while True:
         batch_examples = list[Example]()
         entry_count = 0

@@ -26,7 +26,7 @@ def export_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
 
 
 def export_draft(plan: DistillPlan, work_folder: WorkFolder, draft: Source, ir_folder: Path) -> None:
-    """Export a head or a draft model into ``ir_folder``, unless it is there."""
+    """Export a head or a draft model into ``ir_folder``, unless it exists."""
     if ir_folder.is_dir():
         return
     partial_folder = work_folder.scratch_folder / ir_folder.name

@@ -41,7 +41,7 @@ ROUND_GROWTH = 1.6  # duration of each later round, relative to the last
 SINGLE_ROUND_SECONDS = 240.0  # seconds of a single round: each loads models anew
 RESULT_EXPORT_SECONDS = 20.0
 MAX_FINISHING_SHARE = 0.3  # of all time, for exporting the result and measuring the gain
-MIN_JOB_SECONDS = 5.0  # seconds; no job is started for less
+MIN_JOB_SECONDS = 5.0  # seconds; shorter jobs aren't started
 DEFAULT_TEXT_SHARE = 2 / 3  # of the time for data, before speeds are known
 MIN_TEXT_SHARE = 0.2  # of the time for data
 
@@ -70,7 +70,7 @@ def distill_model(options: DistillOptions) -> DistillOutcome:
 
 
 def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
-    """Export the target, and make a checkpoint of the draft, where they are something else."""
+    """Export the target, and make a checkpoint of the draft, if they have other formats."""
     if not plan.target.is_ir:
         if not work_folder.target_folder.is_dir():
             with work_folder.time_stage(EXPORTING_STAGE):
@@ -189,7 +189,7 @@ def are_features_full(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 
 
 def run_data_stages(plan: DistillPlan, work_folder: WorkFolder, round_number: int, round_end: float) -> bool:
-    """Write texts and compute features: data take half of the time up to ``round_end``, or all if there are none."""
+    """Write texts and compute features: data get half of the time up to ``round_end``, or all if there are none."""
     stage_figures = work_folder.stage_figures
     seconds_left = round_end - stage_figures.sum_seconds()
     if work_folder.has_features:
@@ -223,7 +223,7 @@ def estimate_text_seconds(work_folder: WorkFolder, seconds_left: float) -> float
 
 
 def run_stage(plan: DistillPlan, work_folder: WorkFolder, round_number: int, stage: str, seconds: float) -> bool:
-    """Run a stage for about so many seconds and show how far it is; return whether it wasn't stopped."""
+    """Run a stage for about so many seconds and show its progress; return whether it wasn't stopped."""
     if seconds < MIN_JOB_SECONDS:
         return True
     if plan.options.tokens and work_folder.stage_figures.count_tokens(TRAINING_STAGE) >= plan.options.tokens:

@@ -15,7 +15,7 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec_export.channel import report_progress
 
 MAX_PROPOSED = 3  # proposed tokens
-CONTEXT_TOKENS, TIMED_INFERENCES = 128, 7  # tokens before them, and inferences of each width
+CONTEXT_TOKENS, TIMED_INFERENCES = 128, 7  # tokens of context, and inferences of each width
 
 
 def measure_costs(model: str) -> None:

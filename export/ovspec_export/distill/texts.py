@@ -42,8 +42,8 @@ from ovspec_export.distill.documents import (
 from ovspec_export.distill.work_folder import DOCUMENTS_FILE
 
 MAX_QUESTION_TOKENS, MAX_ANSWER_TOKENS = 160, 320  # tokens
-MAX_ROWS = 64  # rows; twice as many gain a twelfth, and end twice as late
-MIN_ROWS, INTENDED_ROUNDS = 8, 120  # the rows are as many as leave time for so many rounds
+MAX_ROWS = 64  # rows; twice as many gain a twelfth, and finish twice as late
+MIN_ROWS, INTENDED_ROUNDS = 8, 120  # as many rows as leave time for so many rounds
 WRITE_SECONDS = 5.0  # seconds between writes of documents
 BEGINNING_TOKENS = 32  # tokens sampled by the model at the start of a text
 PREFIX_TOKENS = (32, 128)  # minimum and maximum tokens of the user's texts for the model to continue
@@ -59,7 +59,7 @@ LOAD_SETTINGS: dict[str, Any] = {
 }
 USER_PLACEHOLDER = "Xq7zv"  # placeholder for the user's text
 TOPIC_OPENING = "I have a question about {}: "
-# Without a system message a small model invents more noise than questions; None is the template's own.
+# Without a system message a small model produces more noise than questions; None is the template's own.
 SYSTEM_MESSAGES = (
     None,
     "You are a programmer. You write code and explain it.",
@@ -175,7 +175,7 @@ def make_own_prompt_source(
 
 
 class SelfAskedPrompts:
-    """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
+    """Makes the model ask, by continuing an empty turn of the user (Magpie, arXiv 2406.08464)."""
 
     def __init__(
         self, prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
@@ -237,7 +237,7 @@ class SelfAskedPrompts:
 
 
 class SelfBegunPrompts:
-    """Lets the model begin texts, if it has no chat template."""
+    """Makes the model begin texts, if it has no chat template."""
 
     def __init__(self, prompt_encoder: PromptEncoder, seen_runs: SeenTokenRuns) -> None:
         tokenizer = prompt_encoder.tokenizer
@@ -286,7 +286,7 @@ def split_at_user_text(chat_format: ChatFormat, system: str | None, user_opening
     before_user_text, placeholder, after_user_text = prompt.partition(USER_PLACEHOLDER)
     if not placeholder:
         raise OvspecError("The model's chat template doesn't render the user's message.")
-    return before_user_text.rstrip(" "), after_user_text  # most vocabularies have words with the space before them
+    return before_user_text.rstrip(" "), after_user_text  # most vocabularies have words with a leading space
 
 
 def find_turn_end(after_user_text: str, added_tokens: Mapping[str, int]) -> tuple[list[int], list[str]]:
@@ -419,7 +419,7 @@ class TextWriter:
         )
 
     def _start_text(self) -> UnfinishedText:
-        """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
+        """Return the next text, still empty: an answer, if there is a prompt to answer, or a question."""
         rng = np.random.default_rng(self._next_number)
         greedy = bool(rng.integers(2))
         seed = self._next_number

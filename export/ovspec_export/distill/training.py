@@ -29,8 +29,8 @@ from ovspec_export.distill.optimizer import Optimizer
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, TRAINING_STATE_FILE
 
 JUDGED_DOCUMENTS = 24  # held-out documents evaluated during training
-WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the rate is the highest, and until it falls
-REPORT_SECONDS, SAVE_SECONDS, JUDGE_SECONDS = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
+WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the highest rate, and until its decay
+REPORT_SECONDS, SAVE_SECONDS, JUDGE_SECONDS = 5.0, 120.0, 60.0  # between progress reports, saved states and evaluations
 AVERAGE_SPAN = 6  # the larger, the shorter the average; 12 has 0.01 guesses in a row fewer, the last weights 0.08
 BETAS = (0.9, 0.95)
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
@@ -57,7 +57,7 @@ class Student(Protocol):
 
 @dataclass(frozen=True)
 class TrainingLimits:
-    """How long a job trains: for ``seconds``, or until ``tokens`` were seen over all runs; and where torch does it."""
+    """The limits of a training job: ``seconds``, or ``tokens`` over all runs; and torch's device."""
 
     seconds: float
     tokens: int

@@ -28,7 +28,7 @@ def compute_missing_share(texts: Iterable[Sequence[int]], ids: np.ndarray) -> fl
 
 
 def check_trimmable(draft: Source) -> None:
-    """Raise OvspecError if a draft is no draft model, or has few ids already."""
+    """Raise OvspecError if a draft isn't a draft model, or has few ids already."""
     if isinstance(draft, (HeadSource, GgufSource)):
         source_kind = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
         raise OvspecError(

@@ -176,7 +176,7 @@ def read_work_header(folder: Path) -> WorkHeader | None:
 
 
 def check_settings(folder: Path, work_header: WorkHeader | None, settings: DistillSettings) -> None:
-    """Raise OvspecError if the work in a folder was begun with other settings."""
+    """Raise OvspecError if the work in a folder was started with other settings."""
     if work_header and work_header.settings != settings:
         new_settings = asdict(settings)
         changed_names = [

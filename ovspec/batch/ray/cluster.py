@@ -47,7 +47,7 @@ def cluster_connection(address: str) -> Iterator[None]:
             processor_count = sum(map(len, usable_processors()))
             init_options |= {"num_cpus": processor_count, "include_dashboard": False, "_temp_dir": str(folder)}
         try:
-            if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would try for minutes
+            if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would retry for minutes
                 host, port = host_and_port.groups()
                 socket.create_connection((host, int(port)), timeout=10).close()
             with show_step("Ray: connecting"), drop_native_stderr():
@@ -92,7 +92,7 @@ def scratch_folder(parent_folder: Path, max_path_bytes: int) -> Iterator[Path]:
     folder = parent_folder / f"{HOST_CODE}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # no sockets have paths there
+        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # its sockets have no paths
             yield folder
             return
         temporary_folder = tempfile.gettempdir()

@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryErro
 from ovspec.batch.ray.nodes import run_on_each_node
 from ovspec.ir.device import default_cache_dir
 
-SEARCH_SECONDS = 20.0  # seconds for all machines to look for the file
+SEARCH_SECONDS = 20.0  # limit for all machines to look for the file
 
 
 def record_signals(worker_number: int) -> None:

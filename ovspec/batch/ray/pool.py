@@ -32,7 +32,7 @@ class PoolWorker:
 
     number: int  # of its place
     actor: Any  # of Ray
-    arithmetic: str = ""  # how it computes; empty until it has loaded
+    arithmetic: str = ""  # its kind of arithmetic; empty until it has loaded
     running_groups: list[RequestGroup] = field(default_factory=list)  # groups it is running
 
     @property
@@ -114,7 +114,7 @@ class WorkerPool:
                 if task in reading_tasks:
                     reading_tasks.remove(task)
                     self._add_groups(ray.get(task))
-                elif task in self._tasks:  # its worker hasn't died meanwhile
+                elif task in self._tasks:  # its worker is still alive
                     self._complete_task(task)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class WorkerPool:
         worker, group = self._tasks[task]
         try:
             task_result = ray.get(task)
-        except RayTaskError:  # the worker's own error, and it lives
+        except RayTaskError:  # the worker's own error; the worker is alive
             raise
         except RayError as error:
             self._remove_dead_worker(worker, describe_death(worker.number, error))

@@ -72,7 +72,7 @@ def make_lazy_thread_loader(load_thread: Callable[[], BatchThread]) -> Callable[
 
 
 def pin_actor() -> None:
-    """Pin this actor to as many processors as its ``num_cpus`` says, before any other thread begins."""
+    """Pin this actor to ``num_cpus`` processors, before any other thread starts."""
     import ray
 
     pin_to_free_processors(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

@@ -30,7 +30,7 @@ def usable_processors() -> list[list[int]]:
 
 
 def parse_cpu_list(cpu_list: str) -> set[int]:
-    """Return the numbers in a list of Linux, such as 0-3,8."""
+    """Return the numbers in a Linux list, such as 0-3,8."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", cpu_list)
     return {cpu for first_cpu, last_cpu in ranges for cpu in range(int(first_cpu), int(last_cpu or first_cpu) + 1)}
 

@@ -1,4 +1,4 @@
-"""Models on their way to the machines of a cluster, in pieces, by Ray's object store."""
+"""Shipping models to the machines of a cluster, in pieces, by Ray's object store."""
 
 import platform
 import shutil
@@ -25,7 +25,7 @@ def read_pieces(path: Path, piece_bytes: int) -> Iterator[bytes]:
 
 
 def create_folder_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
-    """Create ``folder``, whole or not at all, from pieces of its files, each with its name, unless it exists."""
+    """Create ``folder``, completely or not at all, from pieces of its files, each with its name, unless it exists."""
     from filelock import FileLock  # it imports slowly
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ PIECE_BYTES = 1 << 26  # bytes
 
 @dataclass(frozen=True)
 class Shipment:
-    """A folder as its driver has it: its ``identity``, and its files in pieces, each (name, reference to bytes)."""
+    """A folder on its driver's machine: its ``identity``, and its files in pieces, each (name, reference to bytes)."""
 
     folder: Path
     identity: str

@@ -31,7 +31,7 @@ class WorkerSetup:
     draft: Any  # as for ovspec.load
     load_options: JsonObject
     params: Params  # for requests without their own
-    allows_mixed_arithmetic: bool  # whether workers with other bits take part
+    allows_mixed_arithmetic: bool  # whether workers with other bits are allowed
 
     def describe_worker(self, cpus: int, reference: ReferenceArithmetic | None = None) -> str:
         """Return the model, the options and the processors of a worker, in words for an error."""
@@ -48,7 +48,7 @@ class ReferenceArithmetic:
     """The first worker's arithmetic, as a reference for the others."""
 
     run_identity: str  # identifies the model and all options that change results
-    computing_conditions: str  # engine, properties, instruction set, OpenVINO's version, and the promise
+    computing_conditions: str  # engine, properties, instruction set, OpenVINO's version, and the kind of arithmetic
     logits_checksum: str  # a checksum of logits
     profiles: list[str | None]  # of the models, in JSON
 

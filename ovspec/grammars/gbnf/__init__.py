@@ -131,7 +131,7 @@ class ExpressionAnalysis:
 
 
 class AnalysisTooLongError(Exception):
-    """The analysis would take too long."""
+    """The analysis takes too many steps."""
 
 
 @dataclass

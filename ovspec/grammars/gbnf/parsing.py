@@ -15,7 +15,7 @@ CodePointRanges = tuple[tuple[int, int], ...]  # ranges of code points, sorted a
 LAST_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 MAX_PARENTHESES = 100  # nested parentheses
-MAX_STACKED_REPETITIONS = 8  # repetition operators in a row
+MAX_STACKED_REPETITIONS = 8  # consecutive repetition operators
 MAX_REPETITIONS = 100_000
 SPACES, SPACES_AND_LINES = re.compile(r"(?:[ \t]|#[^\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_")
@@ -72,7 +72,7 @@ def parse_gbnf(text: str) -> GbnfGrammar:
     """Return the rules of a GBNF grammar.
 
     Raises:
-        OvspecError: it isn't GBNF or lacks a rule; the message names the line and column.
+        OvspecError: it isn't GBNF or lacks a rule; the message has the line and column.
     """
     return GbnfParser(text).parse_grammar()
 
@@ -85,7 +85,7 @@ class GbnfParser:
         self.position = 0
         self.depth = 0  # of open parentheses
         self.make_expression = functools.cache(lambda expression_type, *values: expression_type(*values))
-        self.first_use_positions: dict[str, int] = {}  # name -> where it is first used
+        self.first_use_positions: dict[str, int] = {}  # name -> position of its first use
 
     def error_at(self, problem: str, character_index: int | None = None) -> OvspecError:
         if character_index is None:
@@ -193,7 +193,7 @@ class GbnfParser:
     def parse_character(self, container_start: int, container_name: str) -> int:
         """Read a character of a literal or a class, perhaps escaped; return its code point.
 
-        ``container_name``: its name in errors; it begins at ``container_start``.
+        ``container_name``: its name in errors; ``container_start``: its start.
         """
         character = self.peek()
         if character in ("", "\n", "\r"):
@@ -258,7 +258,7 @@ class GbnfParser:
         digits = min_text + max_text
         if closing_brace < 0 or not digits.isascii() or not min_text.isdigit() or not digits.isdigit():
             raise self.error_at("invalid repetition; write {3}, {3,} or {3,5}", operator_position)
-        # Longer numbers might take long to read.
+        # Longer numbers might be slow to parse.
         if max(len(min_text), len(max_text)) > 6 or max(int(min_text), int(max_text or 0)) > MAX_REPETITIONS:
             raise self.error_at(f"more than {MAX_REPETITIONS} repetitions", operator_position)
         min_count = int(min_text)

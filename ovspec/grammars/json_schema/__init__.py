@@ -81,7 +81,7 @@ def compile_schema(
 
     @functools.cache
     def has_no_text(strings: Strings) -> bool:
-        """Return whether no string has the patterns, formats and length of ``strings``."""
+        """Return whether no string satisfies the patterns, formats and length of ``strings``."""
         has_size = bool(strings.min_size or strings.max_size < inf or strings.excluded)
         demand_count = len(strings.patterns) + len(strings.formats) + has_size
         return demand_count >= 2 and says_unsatisfiable(find_problem(make_string_schema(strings)))

@@ -64,7 +64,7 @@ class SchemaChecker:
         self._references: set[str] = set()
 
     def check_schema(self) -> None:
-        """Raise OvspecError if something is wrong; the message begins with the JSON pointer of the place."""
+        """Raise OvspecError for an invalid schema; the message begins with the JSON pointer of the place."""
         while self._unchecked:
             schema, pointer = self._unchecked.pop()
             if isinstance(schema, dict) and id(schema) not in self._checked_ids:
@@ -184,7 +184,7 @@ class SchemaChecker:
                 raise OvspecError(f"{pointer}: this is allowed only at the top of the schema.")
 
     def _check_pattern(self, pattern: str, pointer: str) -> bool:
-        """Return whether ``pattern`` can be enforced; raises OvspecError if it must be and can't."""
+        """Return whether ``pattern`` can be enforced; raises OvspecError for an unenforceable but required one."""
         if pattern not in self._pattern_problems:
             required_patterns, forbidden_patterns = split_lookaheads(pattern)
             problems = map(self._find_pattern_problem, (*required_patterns, *forbidden_patterns))
@@ -195,7 +195,7 @@ class SchemaChecker:
         return not problem
 
     def _find_pattern_problem(self, pattern: str) -> str:
-        """Return why a regular expression can't be used, as the end of a sentence; "" if it can."""
+        """Return why a regular expression is unusable, as the end of a sentence; "" if it is usable."""
         for class_members in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", pattern, re.DOTALL):
             if operator := CLASS_OPERATORS.search(re.sub(r"\\.|\[:\w+:\]", "", class_members, flags=re.DOTALL)):
                 return f"{operator.group()!r} is an operator in a character class; put \\ before it."
@@ -236,7 +236,7 @@ def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> t
 
 
 def escape_pointer_key(schema_key: str) -> str:
-    """Return a key as JSON pointers write it."""
+    """Return a key as written in JSON pointers."""
     return schema_key.replace("~", "~0").replace("/", "~1")
 
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from ovspec.grammars.json_schema.shapes import Numbers
 
-# As many digits as llama.cpp's grammars allow: readers round longer numbers, and a model could write forever.
+# As many digits as in llama.cpp's grammars: readers round longer numbers, and a model could write digits forever.
 WHOLE_EXPRESSION = "(0|[1-9][0-9]{0,15})"
 FRACTION_EXPRESSION = r"(\.[0-9]{1,16})"
 EXPONENT_EXPRESSION = "([eE][+-]?[0-9]{1,3})"
@@ -24,7 +24,7 @@ def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
         return ["|".join(sorted(map(spell_number, numbers.values)))], []
     required_expressions = ["-?" + WHOLE_EXPRESSION]
     if not numbers.integer:
-        # With an exponent, any number could be written.
+        # With an exponent, any number would be possible.
         is_bounded = numbers.low or numbers.high or numbers.excluded
         required_expressions[0] += f"{FRACTION_EXPRESSION}?" + f"{EXPONENT_EXPRESSION}?" * (not is_bounded)
     forbidden_expressions: list[str] = []

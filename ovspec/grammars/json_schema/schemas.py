@@ -38,7 +38,7 @@ MAX_ALTERNATIVES = 400  # of one type
 
 
 class TooManyAlternativesError(Exception):
-    """Merging gave too many alternatives."""
+    """Merging yielded too many alternatives."""
 
 
 def check_alternative_count(shape: ValueShape) -> ValueShape:
@@ -89,7 +89,7 @@ class SchemaGraph:
         """Return the node of the values of ``schema``, at this JSON pointer."""
         passed_ids = set[int]()
         while isinstance(schema, dict) and "$ref" in schema:
-            # Until draft 7, keywords next to a $ref have no meaning.
+            # Until draft 7, keywords next to a $ref are ignored.
             if not self.old_dialect and schema.keys() - {"$ref", *UNRESTRICTING_KEYWORDS}:
                 break
             if id(schema) in passed_ids:

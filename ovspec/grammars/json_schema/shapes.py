@@ -91,7 +91,7 @@ class Strings:
     absent_patterns: frozenset[str] = frozenset()
 
     def accepts_text(self, text: str) -> bool:
-        """Return whether ``text`` meets everything but the formats."""
+        """Return whether ``text`` satisfies everything except formats."""
         if not self.min_size <= len(text) <= self.max_size:
             return False
         if text in self.excluded or (self.values is not None and text not in self.values):
@@ -102,7 +102,7 @@ class Strings:
 
 
 def search_pattern(pattern: str, text: str, if_unreadable: bool = True) -> bool:
-    """Return whether ``pattern`` is found in ``text``, or ``if_unreadable`` if Python can't read the pattern."""
+    """Return whether ``pattern`` is found in ``text``, or ``if_unreadable`` if Python can't parse the pattern."""
     try:
         return re.search(pattern, text) is not None
     except re.error:

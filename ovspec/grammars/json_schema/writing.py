@@ -25,7 +25,7 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
 
 MAX_RULE_STATES = 20_000  # per object or array
 MAX_UNORDERED_ITEMS = 5  # values or properties allowed in any order
-# Without \uXXXX: a key would have several spellings.
+# Without \uXXXX: otherwise a key would have several spellings.
 ALLOWED_ESCAPES = 'nrbtf\\"'
 UNESCAPED_CHARACTER = r'[^"\\\x00-\x1f\x7f]'
 STRING_CHARACTER = r'([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])'
@@ -34,7 +34,7 @@ MAX_BOUNDED_MULTIPLE = 1000
 
 @dataclass(frozen=True)
 class JsonStyle:
-    """How texts are laid out: expressions of the white space between tokens, and of the separators."""
+    """The layout of texts: expressions of the white space between tokens, and of the separators."""
 
     white_space: str | None
     item_separator: str = ","
@@ -65,7 +65,7 @@ class RuleWriter:
         return self.write_rule(content, "T")
 
     def write_rule(self, content: str, prefix: str = "r") -> str:
-        """Write a rule, if there is none of this content; return its name."""
+        """Write a rule, unless one with this content exists; return its name."""
         if content not in self.names_by_content:
             self.names_by_content[content] = f"{prefix}{len(self.names_by_content)}"
             self.lines.append(f"{self.names_by_content[content]}: {content}")
@@ -110,7 +110,7 @@ class RuleWriter:
         return self._write_json_rule(make_string_schema(strings))
 
     def _write_unescaped_strings(self, strings: Strings) -> str:
-        """Write the strings without any escape: only they can be compared with ``absent_patterns``."""
+        """Write the strings without any escape: only these can be compared with ``absent_patterns``."""
         required_patterns = map(use_ascii_classes, sorted(strings.patterns))
         required_expressions = [make_json_string_expression(pattern) for pattern in required_patterns]
         forbidden_expressions = [make_json_string_expression(pattern) for pattern in sorted(strings.absent_patterns)]
@@ -154,10 +154,10 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
     """Return the whole grammar.
 
     Args:
-        close_objects: objects have only the listed properties, where the schema says nothing.
+        close_objects: objects have only the listed properties, where the schema doesn't mention others.
 
     Raises:
-        OvspecError: no text matches, or something can't be enforced.
+        OvspecError: no text matches, or a part can't be enforced.
     """
     root_node = rules.graph.root_node
     if rules.graph.fits_no_value(root_node):
@@ -171,7 +171,7 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
 
 
 def write_node_alternatives(rules: RuleWriter, node: SchemaNode, close_objects: bool) -> str:
-    """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
+    """Return the alternatives of a node; raises OvspecError for an unenforceable but required alternative."""
     expressions: dict[str, None] = {}
     for alternatives in rules.graph.find_shape(node).by_type.values():
         enforceable = [alternative for alternative in alternatives if not isinstance(alternative, UnenforceableValues)]
@@ -238,7 +238,7 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
 
 
 def add_names_as_properties(objects: Objects, name_strings: list[Strings]) -> Objects:
-    """Return the objects with all of ``name_strings`` as listed properties, if they are certain values."""
+    """Return the objects with all of ``name_strings`` as listed properties, if they are known values."""
     if any(strings.values is None for strings in name_strings):
         return objects
     listed_nodes = dict(objects.properties)
@@ -338,7 +338,7 @@ def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
 
 
 def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: list[str]) -> str:
-    """Return an array of different values: in any order if they are few, else in the order of the schema."""
+    """Return an array of different values: in any order if there are few, else in the order of the schema."""
     max_count = min(arrays.max_size, len(value_expressions))
     comma = rules.write_separator(rules.style.item_separator)
     if len(value_expressions) <= MAX_UNORDERED_ITEMS:
@@ -383,7 +383,7 @@ def write_in_order(
     if len(item_expressions) * max_counted > MAX_RULE_STATES:
         rules.refuse_part("#", "the number of properties or items can't be enforced for so many")
         return write_in_order(rules, item_expressions, (0, inf), extra_item, comma)
-    # By the number of items before: the rule of the rest of the list; None if no rest is possible.
+    # By the number of items so far: the rule of the rest of the list; None if no rest is possible.
     item_counts = range(max_counted + 1)
     rest_rules = [
         write_extra_items(rules, min_count - item_count, max_count - item_count, item_count > 0, extra_item, comma)
@@ -413,7 +413,7 @@ def write_extra_items(
     extra_item: str | None,
     comma: str,
 ) -> str | None:
-    """Write the rule of the extra items at the end of a list, ``max_extra_count`` at most; None if too many lack."""
+    """Write the rule of the extra items at a list's end, ``max_extra_count`` at most; None if too many are missing."""
     if lacking_count > 1 or (lacking_count == 1 and (extra_item is None or max_extra_count == 0)):
         return None
     if extra_item is None or max_extra_count == 0:
@@ -447,7 +447,7 @@ def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
     assert allowed_numbers.multiple_of
     json_type = "integer" if allowed_numbers.integer else "number"
     schema: JsonObject = {"type": json_type, "multipleOf": to_json_number(allowed_numbers.multiple_of)}
-    needs_bounds = allowed_numbers.multiple_of < MAX_BOUNDED_MULTIPLE  # else the bounds would take llguidance too long
+    needs_bounds = allowed_numbers.multiple_of < MAX_BOUNDED_MULTIPLE  # otherwise llguidance would be too slow
     default_bounds = (
         (allowed_numbers.low, "Minimum", -numbers.LARGEST_EXACT_NUMBER),
         (allowed_numbers.high, "Maximum", numbers.LARGEST_EXACT_NUMBER),
