@@ -75,7 +75,7 @@ class Drafter:
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
         """Return at most ``budget`` ids likely to follow ``tokens`` (n,) int64, which must not be modified."""
-        raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget)")
+        raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget).")
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         """Return a proposal for every row, cut to the length the lookahead finds worthwhile."""
