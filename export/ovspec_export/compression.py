@@ -57,7 +57,7 @@ class Compression:
         if self.backup_precision not in (None, *BACKUP_PRECISIONS):
             raise OvspecError(f"`backup_precision` must be one of {', '.join(BACKUP_PRECISIONS)}.")
         if self.gptq and self.lora_correction:
-            raise OvspecError("`gptq` and `lora_correction` can't be combined; leave either out.")
+            raise OvspecError("`gptq` and `lora_correction` can't be combined; leave one out.")
         data_aware = [n for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
         if data_aware and not self.calibration:
             raise OvspecError(f"`{data_aware[0]}` needs a text for calibration; set `calibration`.")

@@ -58,7 +58,7 @@ def plan_export(
     for weight_options in filter(None, (compression, draft_compression)):
         weight_options.check_weight_options()
     if draft not in (None, NO_DRAFT) and draft_layers is not None:
-        raise OvspecError("`draft_layers` and `draft` can't be combined; leave either out.")
+        raise OvspecError("`draft_layers` and `draft` can't be combined; leave one out.")
     if evaluate:
         read_text(evaluate)
     check_output_folder(output, overwrite)

@@ -202,7 +202,7 @@ def build_config(headers: GgufHeaders) -> JsonObject:
         config |= architecture.derive_entries(headers, config)
         rotated_width = architecture_entries.get("rope.dimension_count")
         if architecture.rotates_whole_heads and rotated_width not in (None, compute_head_width(config)):
-            raise ValueError(f"rotary embeddings of {rotated_width} values of a head")
+            raise ValueError(f"rotary embeddings of {rotated_width} values per head")
         config |= {"vocab_size": headers.tensors["token_embd.weight"].shape[0]}
         token_count = len(headers.metadata.get("tokenizer.ggml.tokens", []))
         if token_count > config["vocab_size"]:
@@ -232,7 +232,7 @@ def check_model_kind(headers: GgufHeaders) -> None:
     if is_embedding or re.search("bert|embedding|encoder", headers.architecture):
         raise OvspecError(f"{headers.path}: contains an embedding model; only text generation models can be exported.")
     if headers.architecture not in GGUF_ARCHITECTURES:
-        problem = f"{headers.architecture!r}, but GGUF files can have only {', '.join(GGUF_ARCHITECTURES)}"
+        problem = f"{headers.architecture!r}, but GGUF files are supported only for {', '.join(GGUF_ARCHITECTURES)}"
         raise OvspecError(f"{headers.path}: its architecture is {problem}; {CHECKPOINT_ADVICE}.")
 
 

@@ -133,17 +133,19 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
     check_head_supported(flat_config, tensor_shapes, name)
     for tensor_name in ("fc.weight", "norm.weight"):
         if tensor_name not in tensor_shapes:
-            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}.")
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}; download the head again.")
     try:
         layout = build_head_layout(flat_config, tensor_shapes, isinstance(config.get(LAYER_CONFIG_ENTRY), dict))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise OvspecError(f"{name}: its config.json has a missing or wrong entry ({error}).") from None
+        raise OvspecError(
+            f"{name}: its config.json has a missing or wrong entry ({error}); download the head again."
+        ) from None
     expected_shapes = layout.tensor_shapes()
     for tensor_name in sorted({*expected_shapes, *tensor_shapes}):
         if tensor_name not in expected_shapes:
             raise OvspecError(f"{name}: the head has the unknown tensor {tensor_name}.")
         if tensor_name not in tensor_shapes:
-            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}.")
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}; download the head again.")
         if expected_shapes[tensor_name] != tensor_shapes[tensor_name]:
             shape, expected_shape = (
                 " x ".join(map(str, named_shapes[tensor_name])) for named_shapes in (tensor_shapes, expected_shapes)
@@ -238,7 +240,7 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
     if config.get("use_sliding_window") or {*(config.get("layer_types") or ())} - {"full_attention"}:
         raise OvspecError(f"{name}: the head's attention has a sliding window, but only full attention is supported.")
     if config.get("norm_before_fc") and config.get("fc_norm"):
-        raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave either out.")
+        raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
     rope_configs = [
         rope_config
         for rope_config in (config.get("rope_parameters"), config.get("rope_scaling"))

@@ -129,7 +129,7 @@ def refuse_missing_tensors() -> None:
         if missing_names:
             missing_note = f"{len(missing_names)} in all"
             raise OvspecError(
-                f"the checkpoint lacks the tensor {missing_names[0]}, or has another shape of it ({missing_note})"
+                f"the checkpoint lacks the tensor {missing_names[0]}, or has a wrong shape for it ({missing_note})"
             )
         unread_names = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
         if unread_names:

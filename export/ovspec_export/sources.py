@@ -399,7 +399,7 @@ def check_shards(folder: Path, index_file: str, name: str) -> None:
 def check_source_config(source: Source, name: str) -> None:
     """Raise OvspecError if a model of this kind can't be exported; its weights need not exist yet."""
     if not (source.path / "config.json").is_file():
-        raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
+        raise OvspecError(f"{name}: no config.json in it; give a folder with a Hugging Face checkpoint.")
     if source.is_ir:
         return
     if (source.path / ADAPTER_FILE).is_file():

@@ -135,7 +135,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
             kind = openai_request_kind(entry)
             body = entry.get("body")
             if not isinstance(body, dict):
-                raise OvspecError("The request has no body.")
+                raise OvspecError("The request has no body; put its fields into body.")
         return BatchRequest(request_id, line, read_line_body(body, kind))
     except json.JSONDecodeError as error:
         error_message = f"Not JSON: {error.msg} at column {error.colno}."

@@ -199,7 +199,7 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
         requested_drafters = frozenset(request.draft.split(","))
     if not requested_drafters <= {*loaded_drafters}:
         drafters_text = " and ".join(loaded_drafters) or "no drafters"
-        message = f'draft is {request.draft!r:.80}; this server has {drafters_text}; use "none" for plain decoding.'
+        message = f'draft is {request.draft!r:.80}, but this server has {drafters_text}; use "none" for plain decoding.'
         raise ApiError(400, message, "draft")
     return DraftLimits(requested_drafters, params.lookahead_limit)
 

@@ -243,7 +243,7 @@ def test_generate_beside_them_is_right(lm: ovspec.LanguageModel) -> None:
 
 
 def test_closing_ends_what_runs(loaded: ovspec.LanguageModel) -> None:
-    told, sync = "this model was closed; load it again", list[Exception]()
+    told, sync = "the model was closed; load it again", list[Exception]()
     stream, session = loaded.stream(PROMPTS[3], **LONG), loaded.session()
     next(iter(stream))
     session.append(PROMPTS[0])

@@ -323,7 +323,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "hi", "--weight-format", "int8"], 1, "already an IR; leave out --weight-format."),
         (["chat", "PAIR", "--weight-format", "int8"], 1, "already an IR; leave out --weight-format."),
         (["models", "remove"], 2, "To delete models: ovspec models rm NAME..."),
-        (["models", "rm"], 2, "Name the models to delete"),
+        (["models", "rm"], 2, "Missing names; give the models to delete"),
         (["models", "rm", "a", "--prune", "1"], 2, "--prune can't be combined with names"),
         (["models", "rm", "a-name"], 1, "a-name: not a model in the cache; run 'ovspec models' to list the models."),
         (["generate", "hi", "--draft", "lookup,none"], 1, "none: no such folder"),

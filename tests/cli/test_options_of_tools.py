@@ -293,4 +293,4 @@ def test_families_are_listed_and_prepared(run: Callable[..., Outcome], monkeypat
         found = run("export", *wrong)
         assert found.code == 2 and "leave out" in found.err
     several = run("export", "one", "two", "-o", "out")
-    assert several.code == 2 and "Give the model to export" in several.err
+    assert several.code == 2 and "Missing arguments; give the model" in several.err

@@ -284,7 +284,7 @@ def written(path: Path, architecture: str = "llama", **changes: Any) -> Path:
         ("an adapter; merge it", "llama", {"general__type": "adapter"}),
         ("metadata has llama.expert_count, which ovspec doesn't understand", "llama", {"llama__expert_count": 8}),
         ("unknown RoPE scaling 'ntk'", "llama", {"llama__rope__scaling__type": "ntk"}),
-        ("rotary embeddings of 24 values of a head", "qwen2", {"qwen2__rope__dimension_count": 24}),
+        ("rotary embeddings of 24 values per head", "qwen2", {"qwen2__rope__dimension_count": 24}),
     ],
 )
 def test_what_cannot_be_exported_is_refused(

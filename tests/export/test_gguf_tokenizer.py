@@ -350,7 +350,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("pre", "new-pre", "pre-tokenizer 'new-pre' is unknown"),
+        ("pre", "new-pre", "unknown pre-tokenizer 'new-pre'"),
         ("tokens", None, "Expected array, got null"),
         ("tokens", [], "length >= 1"),
         ("tokens", 7, "Expected array, got int"),

@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[str, torch.Tensor | None, str]] = {
     "no fc": ("mtp.fc.weight", None, "lacks the tensor fc.weight"),
     "no norm": ("mtp.pre_fc_norm_hidden.weight", None, "lacks the tensor feature_norm.weight"),
     "no gate": ("mtp.layers.0.mlp.gate_proj.weight", None, "lacks the tensor"),
-    "other width": ("mtp.pre_fc_norm_embedding.weight", torch.ones(3), "has a tensor of another shape"),
+    "other width": ("mtp.pre_fc_norm_embedding.weight", torch.ones(3), "has a tensor of the wrong shape"),
 }
 
 

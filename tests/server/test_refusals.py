@@ -65,7 +65,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "json_schema": "/etc/passwd"}, "isn't JSON; give the schema's text.$", "json_schema"),
     ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar; give its text.$", "grammar"),
     ("/v1/completions", {**TEXT, "draft": "medusa"}, "this server has lookup and draft", "draft"),
-    ("/v1/completions", {**TEXT, "draft": ""}, 'this server has lookup and draft, and "none"', "draft"),
+    ("/v1/completions", {**TEXT, "draft": ""}, 'this server has lookup and draft; use "none"', "draft"),
     ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "needs stream", "stream_options"),
     (
         "/v1/completions",
@@ -282,7 +282,7 @@ def test_a_text_ends_where_memory_ends(guarded: Running, cache_dir: Path) -> Non
     assert asked.json()["choices"][0]["finish_reason"] == "length" and room < 2000
     answer = ask(guarded, prompt=[5] * room, max_tokens=1)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and f"this server has room for {room};" in error["message"], answer.text
+    assert answer.status_code == 400 and f"this server's KV cache holds {room};" in error["message"], answer.text
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 

@@ -58,7 +58,7 @@ def choose_kind_draft_and_layers(
         raise OvspecError(f"{draft.name}: has {len(draft.layers)} MTP layers; only a single MTP layer can be trained.")
     if kind and kind != draft_kind:
         kind_text = {"head": "an EAGLE-3 head", "mtp": "an MTP layer"}[kind]
-        raise OvspecError(f"`kind={kind!r}` trains {kind_text}, but `draft` is something else; leave either out.")
+        raise OvspecError(f"`kind={kind!r}` trains {kind_text}, but `draft` is something else; leave one out.")
     if target.is_ir:
         check_target_ir(target.path, target.name, draft_kind)
     elif draft_kind == "head":
