@@ -120,7 +120,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        check_disk_space(folder, NEEDED_BYTES, f"the environment for {families}", "make room")
+        check_disk_space(folder, NEEDED_BYTES, f"the environment for {families}", "free some space")
         try:
             lock.acquire(timeout=0)
         except Timeout:

@@ -164,7 +164,7 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
             continue
         if name not in families and (name in known_pairs or "/" in name or "\\" in name or Path(name).is_dir()):
             raise OvspecError(
-                f"{name}: a model, but --prepare takes families; give the model_type in its config.json, or see "
+                f"{name}: a model, but only families can be prepared; give the model_type in its config.json, or see "
                 "'ovspec export --list-families'."
             )
         model_types = TEXT_MODEL_CLASSES.get(name, (name,))

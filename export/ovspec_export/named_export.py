@@ -152,4 +152,6 @@ def check_room_for_files(sizes: Sequence[ModelSize]) -> None:
 
     fetched_bytes = sum(size.fetched_bytes for size in sizes)
     if fetched_bytes:
-        check_disk_space(Path(HF_HUB_CACHE), fetched_bytes, f"fetching {sizes[0].name}", "make room, or set HF_HOME")
+        check_disk_space(
+            Path(HF_HUB_CACHE), fetched_bytes, f"fetching {sizes[0].name}", "free some space, or set HF_HOME"
+        )

@@ -140,13 +140,14 @@ def export(
     if prepare:
         raise_usage_error_if(not target, "--prepare needs families: ovspec export --prepare FAMILY...")
         raise_usage_error_if(
-            passed_names - {"prepare", "target"}, "--prepare only downloads; leave out the export options."
+            passed_names - {"prepare", "target"},
+            "--prepare only downloads and takes no export options; leave them out.",
         )
         export_package = import_export_package()
         export_package.prepare_environments(export_package.find_environments(target))
         return
     if len(target) != 1 or output is None:
-        raise click.UsageError("Missing arguments; give the model and the output folder: ovspec export TARGET -o DIR.")
+        raise click.UsageError("An export needs a single model and an output folder: ovspec export TARGET -o DIR.")
     model = target[0]
     if model in known_pairs and not Path(model).exists():
         known_pair = known_pairs[model]

@@ -98,7 +98,7 @@ def test_a_full_device_for_stdout_or_stderr(
             main()
         patched.undo()
         assert ended.value.code == 1
-        assert capsys.readouterr().err.startswith("Error: stdout: can't be written (No space left on device); make")
+        assert capsys.readouterr().err.startswith("Error: stdout: can't be written (No space left on device); free")
         patched.setattr(sys, "stderr", full)
         print_note("a line")
         patched.setattr(sys.modules["ovspec.cli.batch"], "PROGRESS_INTERVAL", -1.0)

@@ -64,7 +64,7 @@ def test_a_chat_without_a_template_is_refused_before_anything_is_compiled(
             (bare / file.name).symlink_to(file)
     for command in (["chat", bare], ["generate", bare, "hi", "--chat"]):
         found = run(*command)
-        assert (found.code, "no chat template" in found.err) == (1, True), found.err
+        assert (found.code, "without a chat template" in found.err) == (1, True), found.err
         assert not found.compiled
 
 

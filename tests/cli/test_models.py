@@ -98,7 +98,7 @@ def test_every_command_takes_a_name(run: Callable[..., Outcome], tmp_path: Path,
     drafted = run("generate", checkpoint, "import", "-n", "2", "--draft", DRAFT, "--json", *LOADING)
     assert drafted.code == 0 and drafted.lm.draft, drafted.err
     in_use = run("models", "rm", "small-int4")
-    assert (in_use.code, f"small-int4: in use by process {os.getpid()}; stop that first." in in_use.err) == (1, True)
+    assert (in_use.code, f"small-int4: in use by process {os.getpid()}; stop it first." in in_use.err) == (1, True)
     assert pair.is_dir()
 
 

@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_nothing(toy: Environment, monkeypatch: pytest.Monkey
     assert left_in(toy) == []
     with monkeypatch.context() as patched:
         patched.setattr(environments, "NEEDED_BYTES", 10**18)
-        with pytest.raises(OvspecError, match="are free; make room"):
+        with pytest.raises(OvspecError, match="is free; free some space"):
             prepare_environment(toy, "toys")
     prepare_environment(toy, "toys")
 
@@ -262,7 +262,7 @@ def test_models_are_not_taken_for_families(tmp_path: Path, monkeypatch: pytest.M
     for model in ("org/model", "org/model@main", str(tmp_path), r"C:\models\one", "my-model", "qwen3-8b"):
         with pytest.raises(OvspecError) as error:
             families.find_environments(["lfm2", model])
-        assert str(error.value).startswith(f"{model}: a model, but --prepare takes families; give the model_t")
+        assert str(error.value).startswith(f"{model}: a model, but only families can be prepared; give the model_t")
         assert str(error.value).endswith("see 'ovspec export --list-families'.")
     assert list(families.find_environments(["lfm2"]).values()) == ["lfm2"]
 

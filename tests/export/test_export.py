@@ -328,7 +328,7 @@ def test_a_group_size_that_does_not_fit_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, draft: str | None
 ) -> None:
     monkeypatch.setattr("ovspec_export.export.convert_source", None)
-    message = r"`group_size` is 48, but \S+proj\.weight has rows of \d+ weights; take \d+, or -1 for"
+    message = r"`group_size` is 48, but \S+proj\.weight has rows of \d+ weights; use \d+, or -1 for"
     with pytest.raises(ovspec.OvspecError, match=message):
         export_pair(target, draft, tmp_path / "out", Compression("int4", group_size=48))
     assert not list(tmp_path.iterdir())

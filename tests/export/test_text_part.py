@@ -405,5 +405,7 @@ def test_exports_check_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     folder = changed(TARGET, tmp_path / "new", lambda config, _: config.update(model_type="foo"))
-    with pytest.raises(OvspecError, match=r"new: .*family foo cannot be exported \(neither ovspec nor optimum-intel"):
+    with pytest.raises(
+        OvspecError, match=r"new: .*family foo cannot be exported \(unknown to ovspec and optimum-intel"
+    ):
         export_pair(str(folder), None, tmp_path / "pair")
