@@ -1,4 +1,4 @@
-"""Export a Hugging Face pair to OpenVINO IR: the only part of ovspec with a need for torch and transformers."""
+"""Export a Hugging Face pair to OpenVINO IR: the only part of ovspec that needs torch and transformers."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: 
     """Raise OvspecError if the IR in ``folder`` computes other logits than ``model``.
 
     Both compute in f32: a text alone, and with its first two thirds in a ragged batch. Its last tokens are fed one by
-    one, to test the cache. The model's weights are converted, so it can't be used otherwise afterwards.
+    one, to test the cache. The model's weights are converted, so the model is unusable afterwards.
     """
     # With integer weights, OpenVINO would round the other factor of a product.
     properties = {"CACHE_DIR": "", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
@@ -95,8 +95,8 @@ def compute_checkpoint_logits(model: PreTrainedModel, tokens: np.ndarray, width:
 def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) -> None:
     """Write the inputs of these layers for a short text, (positions, width) each, concatenated.
 
-    Without layers, write the lm_head's input: transformers' last hidden states, which are normalised. A model that
-    returns no hidden states writes nothing.
+    Without layers, write the lm_head's input: transformers' last hidden states, which are normalised. Nothing is
+    written if the model doesn't return hidden states.
     """
     import torch
 

@@ -125,7 +125,7 @@ def read_compressed_quantisation(config: JsonObject) -> Quantisation:
 
 
 class CheckpointWeights:
-    """Implements ``KeptWeights`` for the safetensors files in ``folder``, for the parameters of ``model``.
+    """Implements ``KeptWeights`` for the safetensors files in ``folder``, from which ``model`` is made.
 
     layer_count: the model has only the first so many layers of the checkpoint; None for all.
 

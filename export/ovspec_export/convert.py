@@ -144,7 +144,7 @@ def convert_source(
 def convert_head(
     source: HeadSource, folder: Path, compression: Compression, target: Source, tap_layers: list[int], states_file: Path
 ) -> None:
-    """Write the IR of a head on the inputs of the target's ``tap_layers`` into ``folder``.
+    """Write the IR of a head that reads the inputs of the target's ``tap_layers`` into ``folder``.
 
     Args:
         states_file: the inputs of these layers for some text, if written by ``convert_source``.
@@ -385,7 +385,7 @@ def choose_group_size(source: Source, compression: Compression) -> Compression:
     """Return ``compression`` with a group size that fits the weights' rows, if it has only int4 and no group size.
 
     Raises:
-        OvspecError: a requested group size doesn't fit; nncf would report this only after the conversion.
+        OvspecError: a requested group size doesn't fit; nncf would say so only after the conversion.
     """
     if source.is_ir or compression.weight_format != "int4" or compression.ratio not in (None, 1.0):
         return compression  # with a ratio, nncf chooses the layers to compress

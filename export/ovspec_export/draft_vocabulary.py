@@ -57,7 +57,7 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
     """Return the ids proposed by a draft model or MTP layer, (n,) int64; None for all, or an EAGLE-3 head.
 
     Raises:
-        OvspecError: they aren't different ids of both models, or they can't be read.
+        OvspecError: they aren't distinct ids of both models, or they can't be read.
     """
     if (isinstance(draft, HeadSource) and not isinstance(draft, MtpSource)) or not is_trimmed(draft):
         return None
@@ -92,7 +92,7 @@ def choose_most_used_ids(
         special_ids: ids of special tokens, kept if the texts use them at all.
 
     Raises:
-        OvspecError: there are not so many ids to keep.
+        OvspecError: so many ids can't be kept.
     """
     if not MIN_IDS <= count <= vocab_size:
         valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the size of the draft's vocabulary"

@@ -1,8 +1,8 @@
-"""Environments for families beyond the installed transformers: overlay folders in the user's cache.
+"""Environments for families that the installed transformers can't export: overlay folders in the user's cache.
 
-An overlay has other versions of a few packages, installed with ``pip install --no-deps --target`` from wheels with
-checksums fixed here. Only the exporting process sees it, at the front of its ``PYTHONPATH``. Nothing is installed into
-the user's own environment.
+An overlay has other versions of a few packages, installed with ``pip install --no-deps --target`` from wheels whose
+checksums are fixed here. Only the exporting process sees it, at the front of its ``PYTHONPATH``. Nothing is installed
+into the user's own environment.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
             lock.acquire()
         try:
             if not environment.is_prepared:
-                # A killed process leaves one.
+                # A killed process leaves such folders.
                 for partial_folder in folder.parent.glob(f"{environment.partial_prefix}*"):
                     shutil.rmtree(partial_folder, ignore_errors=True)
                 if folder.exists():
@@ -220,7 +220,7 @@ def prepare_environments(families_by_environment: dict[Environment, str]) -> Non
 
 
 def prepare_environment_variables(environment: Environment | None, families: str) -> dict[str, str]:
-    """Return the variables for a process to see an environment, prepared first; {} for our own."""
+    """Return the variables that a process needs to see an environment, which is prepared first; {} for our own."""
     if environment is None:
         return {}
     search_paths = [str(prepare_environment(environment, families)), os.environ.get("PYTHONPATH", "")]

@@ -1,4 +1,4 @@
-"""Measure the loss of quality of an export: compare its IR with its checkpoint on a text."""
+"""Measure what an export has lost: compare its IR with its checkpoint on a text."""
 
 from __future__ import annotations
 

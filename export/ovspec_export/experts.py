@@ -14,7 +14,7 @@ import numpy as np
 from ovspec_export.packed_weights import PackedWeights
 
 SKELETON_WIDTH = 2  # of the experts in a model without the large weights
-# Name of a parameter -> the layers of an expert with their rows in it, concatenated.
+# Name of a parameter -> the layers of an expert whose rows it holds, concatenated.
 STACKED_LAYERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 

@@ -49,7 +49,7 @@ def export_pair(
             checkpoint, the default if there is one; "none" for none.
         output: the folder to write.
         overwrite: replace, at the very end, an earlier export there.
-        compression: the format of the target's weights; by default int8, or unchanged for quantised weights.
+        compression: the format of the target's weights; by default int8, and quantised weights are kept.
         draft_compression: the format of the draft's weights; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
         evaluate: a text file for comparing the exported models with the checkpoints.

@@ -31,7 +31,7 @@ class ExportPlan:
     compressions: of the target and of a draft, even of a draft made from the target's first layers.
     chat_template: the target's template in place of its own.
     draft_ids: the ids proposed by the draft, (n,); None for all.
-    tap_layers: the target's layers with features for the head; empty for the lm_head's input, and None without a head.
+    tap_layers: the target layers whose inputs the head reads; empty for the lm_head's input, None without a head.
     """
 
     sources: list[Source]
@@ -54,7 +54,7 @@ def plan_export(
     chat_template: str | Path | None,
     trust_remote_code: bool,
 ) -> ExportPlan:
-    """Return the plan of ``export_pair``, described there with its errors."""
+    """Return the plan of ``export_pair``; see there for the arguments and errors."""
     for weight_options in filter(None, (compression, draft_compression)):
         weight_options.check_weight_options()
     if draft not in (None, NO_DRAFT) and draft_layers is not None:

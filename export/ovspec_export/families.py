@@ -1,4 +1,4 @@
-"""The needs of each model family for an export: an environment, and changes to optimum, each with its reason.
+"""What each model family needs for an export: an environment, and changes to optimum, each with its reason.
 
 A family is the ``model_type`` of a checkpoint's config. Families without an entry are refused.
 ``tests/export/test_patches.py`` fails when a change here is no longer needed.
@@ -22,7 +22,7 @@ class Family:
 
     environment: an overlay, if the installed transformers can't export it.
     ignores_version_limit: ignore optimum's limit for the version of transformers; our tests show it isn't needed.
-    alias_of: the known family with the export config for this one in optimum.
+    alias_of: the family whose export config optimum uses for this family, which it doesn't know.
     experts_implementation: how transformers computes experts during tracing; its default can't be converted.
     patches: functions of ``patches.py`` to call before the export.
     remote_code: the checkpoint has its own code, which needs ``--trust-remote-code``.
@@ -46,7 +46,7 @@ UNCHANGED_FAMILIES = (
 )
 UNTESTED_FAMILIES = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
 FAMILIES: dict[str, Family] = {
-    # Restricted to transformers 5.0 and older in optimum, but works the same in 5.5.
+    # optimum limits these to transformers 5.0 and older, but they are the same in 5.5.
     **dict.fromkeys(
         ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), Family(ignores_version_limit=True)
     ),
@@ -54,7 +54,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family(
         ignores_version_limit=True, experts_implementation="batched_mm", patches=("shorten_dummy_window",)
     ),
-    # optimum chooses the int4 compression by the model's name, missing in a snapshot of the hub.
+    # optimum chooses the int4 compression by the model's name; a snapshot of the hub has none.
     "gpt_oss": Family(patches=("compress_as_gpt_oss",)),
     # Unknown to optimum, but built like another family.
     "ministral": Family(alias_of="mistral"),
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family(alias_of="mistral"),
     "olmo3": Family(alias_of="olmo2"),
     "glm4_moe": Family(alias_of="qwen3_moe", experts_implementation="batched_mm"),
-    # optimum's patches import cache classes missing since transformers 5.5.
+    # optimum's patches import cache classes that transformers 5.5 no longer has.
     "qwen3_5_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
     "qwen3_5_moe_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
     "lfm2": Family(TRANSFORMERS_5_2),
@@ -101,7 +101,7 @@ TEXT_MODEL_CLASSES = {
     "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
     "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
 }
-# Families of checkpoints without a ``text_config``: config.json may have the text model's entries next to its own.
+# Families whose config.json may have the text model's entries next to its own, without a ``text_config``.
 FLAT_CONFIG_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
 
@@ -127,7 +127,7 @@ TEXT_ONLY_FAMILIES = {
     "qwen2_5_vl_text": TextOnlyFamily("qwen2", QWEN2_VL_DEFAULTS),
     "qwen3_vl_text": TextOnlyFamily("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
 }
-# Families registered in optimum, but with a failing export.
+# Families that optimum registers, but whose export fails.
 NEEDS_OLD_TRANSFORMERS = "optimum exports it only with transformers 4.55 and older"
 UNSUPPORTED_FAMILIES = {
     "mamba2": "unknown to optimum-intel",

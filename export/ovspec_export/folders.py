@@ -29,7 +29,7 @@ SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file manager
 
 
 def check_output_folder(output: Path, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` has content not made by ovspec or, without ``overwrite``, a pair."""
+    """Raise OvspecError if ``output`` has files that ovspec didn't make or, without ``overwrite``, a pair."""
     if output.exists() and not output.is_dir():
         raise OvspecError(f"{output}: is a file; choose another `output`.")
     restore_backup(output)
@@ -57,18 +57,18 @@ def check_files_closed(output: Path) -> None:
 
 
 def open_files_error(output: Path) -> OvspecError:
-    """Return the error for an export with open files."""
+    """Return the error for an export whose files are open."""
     advice = "stop the program using it, such as 'ovspec serve'"
     return OvspecError(f"{output}: its files are open, so the old export was kept; {advice}, and export again.")
 
 
 def find_foreign_file(folder: Path) -> str | None:
-    """Return a file in ``folder`` missing in its manifest, or None."""
+    """Return a file in ``folder`` that its manifest doesn't list, or None."""
     return next(find_foreign_files(folder), None)
 
 
 def find_foreign_files(folder: Path) -> Iterator[str]:
-    """Yield the files in ``folder`` missing in its manifest; in an unfinished export all files are ours."""
+    """Yield the files in ``folder`` that its manifest doesn't list; in an unfinished export all files are ours."""
     manifest = read_raw_manifest(folder)
     if manifest.get("unfinished"):
         return
@@ -159,7 +159,7 @@ def replace_folder(new_folder: Path, output: Path) -> None:
 
 
 def discard_backup(backup: Path) -> None:
-    """Delete a backup, if it has only an export in it.
+    """Delete a backup, if it holds only an export.
 
     It is renamed first, so that half a folder is never taken for an export.
     """

@@ -52,7 +52,7 @@ def make_zero_points(exact: PackedWeights) -> PackedWeights:
     """Return ``exact``, with zero points in f16 in place of its offsets."""
     assert exact.offsets is not None
     scales = convert_to_f16(exact.scales)
-    # A group without a scale is its offset alone: expressed by another scale and the zero point.
+    # A group without a scale is only its offset, expressed by another scale and the zero point.
     is_constant = (scales == 0) & (exact.offsets != 0)
     scales[is_constant] = convert_to_f16(np.abs(exact.offsets[is_constant]) / 8)
     divisors = np.where(scales == 0, 1, scales).astype(np.float32)

@@ -44,7 +44,7 @@ GEMMA_KEYS = {
 TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 # Keys read elsewhere in this file, or redundant.
 KEYS_READ_ELSEWHERE = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
-# Kinds of files other than a whole model (general.type) -> advice.
+# Kinds of files that aren't whole models (general.type) -> advice.
 PARTIAL_MODEL_KINDS = {
     "mmproj": "the vision or audio part of a model; give the file with the text model",
     "adapter": "an adapter; merge it into its model, and export the merged model",
@@ -271,7 +271,7 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
         raise ValueError(f"the unknown RoPE scaling {scaling_method!r}")
-    if headers.architecture == "gemma3":  # its layers with a window aren't scaled, as this form says
+    if headers.architecture == "gemma3":  # its layers with a window aren't scaled; only this form says so
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
         return {

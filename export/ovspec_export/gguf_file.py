@@ -72,7 +72,7 @@ class TensorInfo:
         return GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
 
     def list_parts(self) -> list[TensorInfo]:
-        """Return its consecutive parts along the first axis, as tensors without this axis."""
+        """Return the parts along its first axis, which follow each other, as tensors without this axis."""
         part_bytes = math.prod(self.stored_byte_shape[1:])
         return [
             replace(self, offset=self.offset + number * part_bytes, shape=self.shape[1:])

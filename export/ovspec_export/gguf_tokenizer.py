@@ -110,7 +110,7 @@ def build_byte_level_bpe(
 
 
 def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabulary, name: str) -> Tokenizer:
-    """Return SentencePiece's BPE: it first merges the two neighbours with the best-scored token as their result."""
+    """Return SentencePiece's BPE: the two neighbours that make the token with the best score are merged first."""
     scores = list(metadata.scores or [0.0] * len(vocabulary.tokens))
     if len(scores) < len(vocabulary.tokens):
         raise damaged_tokenizer_error(name, f"{len(vocabulary.tokens)} tokens have {len(scores)} scores")
@@ -122,7 +122,7 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
         if not metadata.add_space_prefix:
             separate_symbols = make_spaces_normal_tokens(vocabulary, scores)
         merges = list(derive_merges(vocabulary, scores))
-    else:  # converted from a checkpoint with merges instead
+    else:  # converted from a checkpoint that has merges instead
         merges = read_merges(metadata, vocabulary.token_ids, name)
     tokenizer = build_character_bpe(vocabulary, merges, metadata.add_space_prefix)
     if separate_symbols:
@@ -165,7 +165,7 @@ def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -
     """Turn user-defined tokens for several spaces, as in Gemma's files, into normal tokens.
 
     Merged before all others, they are found in the same places of the text. OpenVINO's tokenizer would miss some of
-    them. Returns whether the file spells them with spaces, so they must not match the symbols.
+    them. Returns whether the file spells them with spaces, so that they don't represent symbols.
     """
     are_spelt_with_spaces = False
     token_ids = vocabulary.token_ids
@@ -192,7 +192,7 @@ def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -
 def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of tokens that form a token, the best token first; of equally good tokens, the longest first.
 
-    So a run of spaces or of line ends, with tokens of equal score, grows from its left end.
+    So a run of spaces or of line ends, whose tokens share a score, grows from its left end.
     """
     token_ids = vocabulary.token_ids
     scored_tokens = zip(scores, vocabulary.tokens, strict=False)
@@ -241,7 +241,7 @@ def add_special_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, is_phi3
 def add_bos_and_eos(
     tokenizer: Tokenizer, metadata: TokenizerMetadata, vocabulary: GgufVocabulary, add_bos: bool, name: str
 ) -> None:
-    """Put BOS before and EOS after every text, by the metadata; ``add_bos`` is the default."""
+    """Put BOS before and EOS after every text, as the metadata says; ``add_bos`` is the default."""
     from tokenizers import processors
 
     if metadata.model != "gemma4" and metadata.add_bos_token is not None:
@@ -254,7 +254,7 @@ def add_bos_and_eos(
         raise damaged_tokenizer_error(name, problem)
     tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in template_order if role != "$A"}
     if unusable_text := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
-        # The text has a special meaning in tokenizers' templates.
+        # This text has a special meaning in tokenizers' templates.
         raise damaged_tokenizer_error(name, f"{quote_shortened(unusable_text)} can't be added to every text")
     if tokens:
         tokenizer.post_processor = processors.TemplateProcessing(

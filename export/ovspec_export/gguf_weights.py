@@ -140,7 +140,7 @@ class GgufWeights:
         return self._headers.tensors[self._placements[name].file_name]
 
     def _place_experts(self, name: str) -> None:
-        """Find the place of an experts' tensor: the rows of the parameter filled by a single weight."""
+        """Find the place of an experts' tensor: which rows of a parameter a one-weight expert fills."""
         info = self._headers.tensors[name]
         hf_name, rows = self._process(name, np.ones((1, 1, 1), np.float32))
         stack = self._expert_stacks.get(hf_name or "")
@@ -151,7 +151,7 @@ class GgufWeights:
         self._placements[stack.matrices[int(rows.argmax())]] = Placement(name)
 
     def _place(self, name: str) -> None:
-        """Find a tensor's parameter and, by row numbers, the origin of the parameter's rows."""
+        """Find a tensor's parameter and, by numbering its rows, where the parameter's rows come from."""
         info = self._headers.tensors[name]
         is_kept = is_kept_matrix(info)
         row_count = info.shape[0]

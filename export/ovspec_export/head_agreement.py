@@ -16,7 +16,7 @@ from ovspec_export.heads import HeadModule
 # Entries of a text, in order: several at once, some one by one with the head's own features, then several at once.
 FIRST_ENTRY_COUNT, UNROLLED_ENTRY_COUNT, LAST_ENTRY_COUNT = 9, 3, 4
 KNOWN_ENTRY_COUNT = FIRST_ENTRY_COUNT + LAST_ENTRY_COUNT  # entries with features of the target
-MISSING_ENTRY_COUNT = 4  # entries missing at the beginning of the batch's second row
+MISSING_ENTRY_COUNT = 4  # entries that the batch's second row lacks at its beginning
 # Largest difference of an output, root mean square, as a share of its own spread: rounding in f32 causes some 1e-6.
 OUTPUT_TOLERANCE = 1e-3
 

@@ -26,9 +26,9 @@ NAME_CHECKPOINT_ADVICE = "give the head's checkpoint instead"
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The sizes of a head to compare with its target.
+    """The sizes of a head that must fit its target.
 
-    states_width: of its input states, of ``tap_count`` layers together.
+    states_width: width of the states it reads, of ``tap_count`` layers together.
     tap_layers: these layers, or None for the default; empty for the lm_head's input.
     proposed_ids: the target's ids of the head's tokens.
     is_proposable: for each of the target's ids, whether the head can propose it.
@@ -124,10 +124,10 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
 
 
 def check_head_fits(target: Source, head: HeadSource) -> list[int]:
-    """Return the target's layers with inputs for the head; empty for the lm_head's input.
+    """Return the target layers whose inputs the head reads; empty for the lm_head's input.
 
     Raises:
-        OvspecError: the head belongs to a target of another width, vocabulary or number of layers.
+        OvspecError: the head was made for a target of another width, vocabulary or number of layers.
     """
     sizes = read_head_sizes(head)
     refusal = f"{head.name} cannot draft for {target.name}:"

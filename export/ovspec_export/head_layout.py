@@ -1,8 +1,8 @@
 """EAGLE-3 heads in the formats of AngelSlim, SpecForge and speculators: their sizes, options and tensors.
 
-A head is one decoder layer for drafting from the target's hidden states: entry i has token i + 1 and a feature fused
-from some target layers' inputs at position i. It predicts token i + 2, and its own output is the next entry's feature
-where the target has computed none yet.
+A head is one decoder layer that drafts from the target's hidden states: entry i has token i + 1 and a feature fused
+from the inputs of some target layers at position i. It predicts token i + 2, and its own output is the next entry's
+feature where the target has computed none yet.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
-LAYER_CONFIG_ENTRY = "transformer_layer_config"  # the decoder layer's entry in a config of speculators
+LAYER_CONFIG_ENTRY = "transformer_layer_config"  # the entry about the decoder layer in speculators' configs
 LAYER_IDS_ENTRY = "eagle_aux_hidden_state_layer_ids"
 HEAD_FAMILIES = ("llama", "qwen3")
-SUPPORTED_ROPES = ("default", "linear", "llama3", "yarn")  # with frequencies independent of the text's length
+SUPPORTED_ROPES = ("default", "linear", "llama3", "yarn")  # their frequencies don't depend on the text's length
 DEFAULT_TAP_COUNT = 3
 # Tensors needed only in training, or implied by the config.
 IGNORED_TENSORS = re.compile(r"verifier_|(.*\.)?rotary_emb\.|[dt]2[dt]$")
@@ -30,8 +30,8 @@ class HeadLayout:
 
     vocab_size: the number of the target's tokens. draft_vocab_size: the number of the head's tokens.
     tap_count: the number of target layers fused into a feature. target_hidden_size: the width of each.
-    tap_layers: these layers, by their inputs; None for the default, which depends on the target.
-    fused_norm: the place of the fused states' norm: "" for none, "before_fc" (together) or "fc" (each layer's).
+    tap_layers: the layers whose inputs are read; None for the default, which depends on the target.
+    fused_norm: where the fused states are normalised: "" for nowhere, "before_fc" (together) or "fc" (each layer's).
     norm_before_residual: the residual is the normalised feature.
     norm_before_head: the lm_head reads the normalised output.
     norm_output: the normalised output is the next feature, too.
@@ -106,7 +106,7 @@ def is_head_config(config: JsonObject) -> bool:
 
 
 def flatten_head_config(config: JsonObject) -> JsonObject:
-    """Return a head's config, flat; speculators nests the layer's entries."""
+    """Return a head's config with the entries of its layer at the top level, where speculators nests them."""
     flat_config = dict(config)
     layer_config = config.get(LAYER_CONFIG_ENTRY)
     if isinstance(layer_config, dict):
@@ -191,7 +191,7 @@ def build_head_layout(
         qk_norm=config.get("model_type") == "qwen3",
         fused_norm=fused_norm,
         norm_before_residual=bool(config.get("norm_before_residual")),
-        # The same name says whether the lm_head reads normalised states, as usual, or the next entry does, too.
+        # The same name says whether the lm_head reads normalised states, which is usual, or the next entry does, too.
         norm_before_head=is_speculators or config.get("norm_output") is not False,
         norm_output=is_speculators and bool(config.get("norm_output")),
         rope_config={name: config[name] for name in rope_entries if config.get(name) is not None},
@@ -202,7 +202,7 @@ def build_head_layout(
 
 
 def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
-    """Return the target's layers with inputs for a head, or None if its config has none.
+    """Return the target layers whose inputs a head reads, or None if its config has none.
 
     speculators numbers them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
     """
@@ -215,12 +215,12 @@ def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
 
 
 def choose_default_tap_layers(layer_count: int) -> list[int]:
-    """Return the target's layers with inputs for a head if the head's config has none."""
+    """Return the target layers whose inputs a head reads if its config has none."""
     return [2, layer_count // 2, layer_count - 3]
 
 
 def choose_new_head_tap_layers(layer_count: int) -> list[int]:
-    """Return the target's layers with inputs for a new head."""
+    """Return the target layers whose inputs a new head reads."""
     tap_layers = choose_default_tap_layers(layer_count)
     if tap_layers[0] < tap_layers[1] < tap_layers[2]:
         return tap_layers
@@ -228,7 +228,7 @@ def choose_new_head_tap_layers(layer_count: int) -> list[int]:
 
 
 def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: str) -> None:
-    """Raise OvspecError if a head has parts unknown to ``EagleHead``. tensor_names: empty if not known yet."""
+    """Raise OvspecError if a head has parts that ``EagleHead`` lacks. tensor_names: empty if not known yet."""
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
         raise OvspecError(

@@ -40,7 +40,7 @@ class HeadModule(Protocol):
     """An EAGLE-3 head or an MTP layer.
 
     output_names: of its outputs except the longer cache, which comes after them.
-    target_ids: the target's ids of its tokens, (n,) int64; None for all.
+    target_ids: the target's ids of the tokens it can propose, (n,) int64; None for all.
     """
 
     @property
@@ -63,7 +63,7 @@ class HeadModule(Protocol):
 
 
 class HeadAttention(nn.Module):
-    """Attention with queries, keys and values from an embedding and a feature, concatenated."""
+    """Attention whose queries, keys and values come from an embedding and a feature, concatenated."""
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class EagleHead(nn.Module):
 
     @property
     def target_ids(self) -> np.ndarray:
-        """The target's ids of its tokens, (n,) int64."""
+        """The target's ids of the tokens it can propose, (n,) int64."""
         return self.d2t.numpy() + np.arange(len(self.d2t))
 
     def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def make_causal_mask(attention_mask: Tensor, new_count: int) -> Tensor:
 
 
 def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
-    """Return a config with the entries for transformers' rotary embedding: of the sizes, only head_dim."""
+    """Return a config with the entries that transformers' rotary embedding reads: of the sizes, only head_dim."""
     config_entries = dict(layout.rope_config)
     for name in ("rope_scaling", "rope_parameters"):
         if name in config_entries:
@@ -288,7 +288,7 @@ def read_target_embedding(folder: Path) -> Tensor | None:
 
 
 def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint: safetensors, or else pickled files, reading nothing but tensors."""
+    """Return the tensors of a checkpoint: safetensors, or else pickled files, of which only tensors are read."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("model*.safetensors"))
@@ -301,7 +301,7 @@ def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
 def convert_head_to_ir(head: HeadModule, tap_layers: list[int]) -> ov.Model:
     """Return a head as a stateful model.
 
-    tap_layers: the target's layers with inputs for the head; empty for the lm_head's input.
+    tap_layers: the target layers whose inputs it reads; empty for the lm_head's input.
     """
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 

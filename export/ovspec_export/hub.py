@@ -80,7 +80,7 @@ def read_repository(name: str, hub: HubName) -> Repository:
 
 
 def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str], ignored_patterns: str = "") -> int:
-    """Return the size of the files for ``download_snapshot`` to fetch, without files in the hub's cache."""
+    """Return the size of the files that ``download_snapshot`` would fetch, without files in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     return sum(
@@ -93,7 +93,7 @@ def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str],
 
 
 def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[str]:
-    """Return a repository's GGUF file for a hub id, with all its shards in order.
+    """Return the GGUF file in a repository that a hub id names, with all its shards in order.
 
     Raises:
         OvspecError: there is none of this quantisation; the message lists the others.

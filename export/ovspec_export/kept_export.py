@@ -1,4 +1,4 @@
-"""Exports a checkpoint with kept weights: optimum converts a skeleton, and the weights are added unchanged."""
+"""Exports a checkpoint whose weights are elsewhere: optimum converts a skeleton, then the weights are added."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     import openvino as ov
     from transformers import PreTrainedModel
 
-MODEL_OPTIONS = ("attn_implementation", "experts_implementation")  # loading options of a model without weights
+MODEL_OPTIONS = ("attn_implementation", "experts_implementation")  # loading options that apply without weights
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model without its large matrices, its missing weights, and the mark of each matrix."""
+    """A model without its large matrices, the weights it lacks, and the mark of each matrix."""
 
     model: PreTrainedModel
     kept: KeptWeights
@@ -41,7 +41,7 @@ class Skeleton:
 
 
 def open_weights(folder: Path, model: PreTrainedModel) -> KeptWeights:
-    """Return the weights of the checkpoint in ``folder``, for the parameters of ``model``."""
+    """Return the weights of the checkpoint in ``folder``, from which ``model`` is made."""
     location = read_json(folder / WEIGHTS_FILE)
     if "checkpoint" in location:
         quantisation = Quantisation(**location["quantisation"])

@@ -1,6 +1,6 @@
-"""Quantised weights kept in an export: their place, and the form of each kind of tensor in the IR.
+"""Quantised weights that an export keeps: where they are, and what form each kind of tensor takes in the IR.
 
-In a checkpoint with its weights elsewhere, the file ``WEIGHTS_FILE`` refers to them.
+A checkpoint whose weights are elsewhere has the file ``WEIGHTS_FILE``, which names them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KeptWeights(Protocol):
     def list_matrices(self) -> dict[str, bool]:
         """Return the kept matrices, and whether each is transposed in the model.
 
-        Experts' matrices, not included, are transposed. The other parameters are small, and become f32.
+        Experts' matrices, which aren't listed, are transposed. The other parameters are small, and become f32.
         """
         ...
 
@@ -64,7 +64,7 @@ class KeptWeights(Protocol):
 
 @dataclass
 class KeptForms:
-    """The resulting forms of matrices, by the source's kind of tensor, and their counts."""
+    """The forms that matrices took, by the source's kind of tensor, and how many each."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -84,7 +84,7 @@ def has_kept_weights(folder: Path) -> bool:
 
 
 def write_first_layers_config(checkpoint: Path, layer_count: int, folder: Path) -> None:
-    """Copy a ``checkpoint`` with its weights elsewhere to ``folder``, with a config of only its first layers."""
+    """Copy a ``checkpoint`` whose weights are elsewhere to ``folder``, with a config of only its first layers."""
     shutil.copytree(checkpoint, folder)
     config: JsonObject = {
         name: layer_count if name in LAYER_KEYS else entry for name, entry in read_json(folder / "config.json").items()

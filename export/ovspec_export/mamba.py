@@ -1,7 +1,7 @@
 """Mamba's convolution and scan for any number of new tokens after any past, in place of optimum's.
 
-optimum's work for a whole prompt or a single token only, and its scan divides by a product of decays, zero in a text of
-some length.
+optimum's work for a whole prompt or a single token only, and its scan divides by a product of decays that becomes zero
+in a text of some length.
 """
 
 from __future__ import annotations

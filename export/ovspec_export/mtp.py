@@ -49,8 +49,8 @@ class MtpLayer(nn.Module):
     """A layer for multi-token prediction. Its logits come from the target's lm_head.
 
     model: a model of transformers with this layer as its only one.
-    target_ids: the ids of its tokens, (n,) int64; None for all.
-    lm_head: the target's rows of its tokens, in training.
+    target_ids: the ids of the tokens it can propose, (n,) int64; None for all.
+    lm_head: the target's rows for these tokens, in training.
     """
 
     output_names: tuple[str, ...] = (HIDDEN_OUTPUT, FUSION_OUTPUT)

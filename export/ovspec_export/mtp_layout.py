@@ -41,7 +41,7 @@ def find_mtp_layers(names: Iterable[str], config: JsonObject) -> list[dict[str, 
 
     Args:
         names: of all tensors, with or without the prefix of a text model among others.
-        config: the text model's, with the number of its layers, MTP layers excluded.
+        config: the text model's; it says how many layers there are without these.
     """
     layer_count = next((config[key] for key in LAYER_KEYS if type(config.get(key)) is int), None)
     shared_names: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The tokens an MTP layer proposes: of a large vocabulary, the model's own most used tokens.
+"""The tokens that an MTP layer proposes: of a large vocabulary, those that the model itself uses most.
 
 The logits of 150,000 tokens and more take longer than the layer. For a target token outside the reduced vocabulary, the
 proposal is wrong, at the cost of speed alone.
@@ -20,12 +20,12 @@ from ovspec_export.sources import Source
 
 MAX_FULL_VOCABULARY = 65_536  # up to so many tokens, all are proposed
 TRIMMED_VOCABULARY = 32_768  # tokens kept of larger vocabularies
-TEXT_SECONDS = 60.0  # limit of the model's writing
-TEXT_TOKENS = 100_000.0  # enough text
+TEXT_SECONDS = 60.0  # limit of the time for writing texts
+TEXT_TOKENS = 100_000.0  # this much text is enough
 
 
 def choose_mtp_vocabulary(target: Source, folder: Path) -> np.ndarray | None:
-    """Return the ids for the MTP layer of a target to propose, (n,) int64; None for all.
+    """Return the ids that the MTP layer of a target is to propose, (n,) int64; None for all.
 
     Args:
         folder: with the target's IR, which writes texts for a minute to count tokens in.
@@ -35,7 +35,7 @@ def choose_mtp_vocabulary(target: Source, folder: Path) -> np.ndarray | None:
         return None
     texts_folder = folder / "texts"
     with show_step(f"{target.name}: writing texts, to find its most used tokens", keep_line=True):
-        model_folder = texts_folder / "model"  # without the manifest, which marks an unfinished export
+        model_folder = texts_folder / "model"  # without the manifest, which says that the export is unfinished
         model_folder.mkdir(parents=True)
         for file in folder.iterdir():
             if file.is_file() and file.name != MANIFEST_FILE:

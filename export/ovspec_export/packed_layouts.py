@@ -34,7 +34,7 @@ def unpack_integers(packed: np.ndarray, bits: int, axis: int) -> np.ndarray:
 def read_gptq(tensors: dict[str, np.ndarray], bits: int, zero_shift: int) -> PackedWeights:
     """Return the weights of a layer of GPTQ: ``qweight``, ``qzeros``, ``scales`` and perhaps ``g_idx``.
 
-    zero_shift: added to stored zero points, 1 in the usual format; the sum wraps around.
+    zero_shift: added to a stored zero point, 1 in the usual format; the sum wraps around.
 
     Raises:
         ValueError: the shapes don't fit together, or groups differ in size.

@@ -1,4 +1,4 @@
-"""Matrices of integers with scales, and their constants in an OpenVINO graph, unchanged.
+"""Matrices of integers with scales, and the constants of an OpenVINO graph that hold them unchanged.
 
 A weight is ``scale * (integer - zero point)``, computed in f32, so it equals the source's to the bit. OpenVINO
 multiplies by such constants, and looks up their rows, without unpacking them.
@@ -24,7 +24,7 @@ NF4_VALUES = np.array(
     ],
     np.float32,
 )
-ERROR_SAMPLE_ROWS = 512  # rows in a measurement of rounding
+ERROR_SAMPLE_ROWS = 512  # rows whose rounding is measured
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def round_to_f16_if_exact(numbers: np.ndarray) -> np.ndarray:
 
 
 def make_weights_node(packed: PackedWeights, expert_count: int | None = None) -> ov.Node:
-    """Return the node of the weights, (rows, columns) f32, without offsets and in the stored order.
+    """Return the node that makes the weights, (rows, columns) f32, without offsets and in the stored order.
 
     expert_count: make it (experts, rows, columns); the matrix has the rows of one expert after another.
     """

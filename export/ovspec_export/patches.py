@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from openvino import Output
     from torch import Tensor
 
-# Names of essential tensors of quantised weights.
+# Names of tensors without which quantised weights mean nothing.
 QUANTISED_TENSORS = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
 
 
 def hide_torchvision() -> None:
-    """Make transformers believe that torchvision isn't installed; with another torch, importing it would fail."""
+    """Make transformers believe that torchvision isn't installed; next to another torch, importing it would fail."""
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def apply_splits_in_turn() -> None:
     """Make OpenVINO's tokenizers cut a text by one regular expression after another, not by all of them at once.
 
-    OpenVINO joins them to alternatives, so the first would no longer determine the second's input.
+    OpenVINO joins them into one with alternatives, so the first would no longer decide what the second gets.
     """
     from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
 
@@ -38,7 +38,7 @@ def apply_splits_in_turn() -> None:
 def match_hugging_face_tokens() -> None:
     """Make OpenVINO's BPE find the same tokens as Hugging Face's.
 
-    It finds even unmergeable tokens, such as Gemma's <s>, a normal token, anywhere in a text; and it misses added
+    It finds tokens that no merge makes, such as Gemma's <s>, a normal token, anywhere in a text; and it misses added
     tokens such as DeepSeek's "ö", because it takes their text for bytes in the alphabet of byte-level BPE.
     """
     from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, create_string_constant_node
@@ -103,7 +103,7 @@ def adapt_optimum(model_type: str) -> JsonObject:
 
 
 def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for optimum's changes to the model's experts; nothing else needs any."""
+    """Return a context in which optimum's changes to the model's experts apply; nothing else needs one."""
     if not any("experts" in name for name, _ in model.named_parameters()):
         return contextlib.nullcontext()
     from optimum.exporters.tasks import TasksManager
@@ -140,7 +140,7 @@ def refuse_missing_tensors() -> None:
 
 
 def shorten_dummy_window() -> None:
-    """Trace Gemma 4 with as many slots in its windows as elsewhere, not with full windows, which have another mask."""
+    """Trace Gemma 4 with as many slots in its windows as elsewhere; full windows have another mask."""
     from optimum.exporters.openvino.input_generators import Gemma4DummyPastKeyValuesGenerator as Generator
 
     original_generate = Generator.generate

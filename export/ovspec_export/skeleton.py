@@ -1,6 +1,6 @@
 """A model without its large weights, its graph, and the quantised weights inserted into the graph.
 
-Each matrix of the model is zeros without memory, with a mark to find it in the graph by.
+Each matrix of the model is zeros that take no memory, with a mark by which it is found in the graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARK_STEP = 2.0**-20  # a mark is a multiple of this
 
 
 def make_model_without_data(model_class: type[PreTrainedModel], config: Any, **options: Any) -> PreTrainedModel:
-    """Return a model with parameters of a shape but without data, and with buffers computed as usual."""
+    """Return a model whose parameters have a shape but no data, and whose buffers are computed as usual."""
     import torch
 
     original_register = torch.nn.Module.register_parameter
@@ -56,7 +56,7 @@ def make_model_without_data(model_class: type[PreTrainedModel], config: Any, **o
 
 
 def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dict[str, float]:
-    """Fill the parameters of a model without data with the source's values, and the kept matrices with marked zeros.
+    """Fill the parameters of a model without data with the source's values, and kept matrices with marked zeros.
 
     Experts get another width, ``SKELETON_WIDTH``, because a graph holds their zeros in memory.
 
@@ -188,7 +188,7 @@ class GraphFiller:
         """Replace every marked matrix.
 
         Raises:
-            OvspecError: a matrix isn't found, or has an unknown use.
+            OvspecError: a matrix isn't found, or is used in an unknown way.
         """
         matrices = self.kept.list_matrices()
         constants = self._find_constants(marks)
@@ -274,8 +274,8 @@ def make_product(
 ) -> ov.Node:
     """Return the product of values, (..., columns), with the rows of ``weights``.
 
-    weights_node: the earlier result of ``make_weights_node`` for them, if any.
-    changed_values: values reordered or summed for other products; may be extended.
+    weights_node: what ``make_weights_node`` returned for them, if it is there already.
+    changed_values: values reordered or summed for other products; more may be added.
     """
     changed_values = {} if changed_values is None else changed_values
     weights_node = weights_node or make_weights_node(weights)

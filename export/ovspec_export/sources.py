@@ -61,20 +61,20 @@ TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # ends of the names of fi
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER_FILES += ("sentencepiece.bpe.model",)
 
-# Prefixes of tensors unused by the text model: of images, sound, and heads for further tokens.
+# Prefixes of tensors that the text model doesn't need: of images, sound, and heads for further tokens.
 NON_TEXT_TENSORS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
 )
-# Entries of a config for other parts than the text model.
+# Entries of a config that belong to parts other than the text model.
 NON_TEXT_ENTRIES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
 
-# Numbers with several names in configs.
+# Numbers whose names in configs differ by family.
 CONFIG_NUMBERS = {"layers": LAYER_KEYS, "hidden": ("hidden_size", "n_embd", "d_model"), "vocab": ("vocab_size",)}
 
 
 @dataclass(frozen=True)
 class WeightIndex:
-    """The part of ``model.safetensors.index.json`` with the file of each tensor."""
+    """The part of ``model.safetensors.index.json`` that says which file has each tensor."""
 
     weight_map: dict[str, str] = field(default_factory=dict)
 
@@ -99,7 +99,7 @@ class Source:
         return {name: tensor for name, tensor in headers.items() if name != "__metadata__"}
 
     def tensor_shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of a checkpoint's tensors, without parts to leave out."""
+        """Return the shapes of a checkpoint's tensors, without the parts that are left out."""
         headers = self.tensor_headers().items()
         return {name: tensor["shape"] for name, tensor in headers if not NON_TEXT_TENSORS.match(name)}
 
@@ -217,7 +217,7 @@ class GgufSource(Source):
 
 @dataclass(frozen=True)
 class HeadSource(Source):
-    """An EAGLE-3 head, for drafting from its target's hidden states."""
+    """An EAGLE-3 head, which drafts from its target's hidden states."""
 
     @functools.cached_property
     def layout(self) -> HeadLayout:
@@ -342,7 +342,7 @@ def make_source(folder: Path, name: str, revision: str) -> Source:
 
 
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
-    """Raise OvspecError if the folder has no exportable model."""
+    """Raise OvspecError if the folder has no model that can be exported."""
     folder = source.path
     check_source_config(source, name)
     if source.is_ir:
@@ -387,7 +387,7 @@ def check_head_files(source: HeadSource, name: str) -> None:
 
 
 def check_shards(folder: Path, index_file: str, name: str) -> None:
-    """Raise OvspecError for a missing file of the index."""
+    """Raise OvspecError if a file that the index names is missing."""
     shards = set(read_dataclass(WeightIndex, folder / index_file).weight_map.values())
     missing_shards = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing_shards:

@@ -1,4 +1,4 @@
-"""The text model inside a checkpoint with image or audio input: its config and its tensors, as a separate checkpoint.
+"""The text model in a checkpoint with image or audio input: its config and tensors, as a separate checkpoint.
 
 Only the names and the headers of the safetensors files change; the weights are copied as they are.
 """
@@ -90,7 +90,7 @@ def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
 
 
 def merge_rope_config(config: JsonObject) -> JsonObject:
-    """Return the config of a text model with one rotary embedding instead of three, which are equal for text."""
+    """Return the config of a text model with one rotary embedding instead of three, which are the same for text."""
     rope_configs = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first counts
     rope_config: JsonObject = next((rope for rope in rope_configs if rope and isinstance(rope, dict)), {})
     rope_scaling = {name: entry for name, entry in rope_config.items() if not name.startswith("mrope_")}

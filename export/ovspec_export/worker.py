@@ -85,7 +85,7 @@ def export_with_optimum(
     exporter._apply_model_size_based_quantization = lambda *call: postponed_calls.append(call)
     parser = argparse.ArgumentParser()
     parse_args_openvino(parser)
-    # Not through its main function, which would also register the command of the optimum-intel hidden by an overlay.
+    # Not by its main function, which would also register the command of the optimum-intel that an overlay hides.
     OVExportCommand.run(argparse.Namespace(args=parser.parse_args(arguments)))  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def convert_eagle_head(
 ) -> None:
     """Write the EAGLE-3 head ``source`` as an IR into ``folder``.
 
-    tap_layers: the target's layers with inputs for the head. target: the target's checkpoint, or "". states_file: a
+    tap_layers: the target layers whose inputs the head reads. target: the target's checkpoint, or "". states_file: a
     file with these inputs for some text.
     """
     from ovspec_export.heads import convert_head_to_ir, load_head_checkpoint, read_target_embedding
@@ -287,7 +287,7 @@ def run_distillation_job(job: str, **arguments: JsonValue) -> None:
 
 
 def subtract_startup_time(arguments: JsonObject) -> JsonObject:
-    """Return a job's arguments with ``seconds`` reduced by its process's time so far, imports included."""
+    """Return a job's arguments; from its ``seconds``, the time its process has already taken is subtracted."""
     if "seconds" not in arguments:
         return arguments
     startup_seconds = max(0.0, time.time() - psutil.Process().create_time())

@@ -6,7 +6,7 @@ import errno
 class OvspecError(Exception):
     """A problem the user can fix. The message is one sentence and says what to do.
 
-    It has options in Python's form, in backticks: `draft` or `draft='lookup'`; the command line shows them as flags.
+    Options are written as in Python, in backticks: `draft` or `draft='lookup'`; the command line shows them as flags.
     """
 
 

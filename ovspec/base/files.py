@@ -134,7 +134,7 @@ def rename_with_retries(old_path: Path, new_path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk, on systems with such a call."""
+    """Wait until a file or folder is on the disk, on systems that can flush it."""
     with contextlib.suppress(OSError):
         # Windows flushes only files open for writing, and no folders.
         descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)

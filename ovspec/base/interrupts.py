@@ -26,7 +26,7 @@ class DelayedInterrupts:
         self.delaying = self.ctrl_c_pressed = self._stopped = False
         self._previous_handler: Any = None
         handler = signal.getsignal(signal.SIGINT)
-        # A process may ignore Ctrl-C, as background processes do; it then continues to.
+        # A process that was started with Ctrl-C ignored, such as one in the background, keeps ignoring it.
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._previous_handler = handler
             signal.signal(signal.SIGINT, self._handle_interrupt)
@@ -106,7 +106,7 @@ def exit_if_ended(end_signal: EndSignal) -> None:
 
 @contextlib.contextmanager
 def ignore_signals() -> Iterator[None]:
-    """Ignore the signals that could end the process until a file is completely saved."""
+    """Ignore the signals that could end the process, so that a file is saved completely."""
     previous_handlers = {
         signal_number: signal.signal(signal_number, signal.SIG_IGN) for signal_number in (*END_SIGNALS, signal.SIGINT)
     }

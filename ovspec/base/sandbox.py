@@ -31,8 +31,8 @@ CRASH_EXIT_CODES = {
 }
 ANSWERING_STACK_BYTES = 8 << 20  # bytes, for the answering thread on Windows
 MAX_WAIT_FACTOR = 6  # a request may wait this many times its CPU time limit, because the machine may be busy
-# Needed by Python and the system's loader; on Windows also to find packages in the user's site folder. Templates and
-# grammars can't leak any other variable.
+# Needed by Python and the system's loader; on Windows also to find the user's own packages. Templates and grammars
+# can't leak any other variable.
 PASSED_ENVIRONMENT_VARIABLES = (
     "PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "TMPDIR", "TEMP", "TMP",
     "SYSTEMROOT", "APPDATA", "USERPROFILE", "HOME",
@@ -243,7 +243,7 @@ def serve_requests(answer_request: Callable[[JsonValue], JsonObject]) -> None:
 
 
 def limit_memory(added_bytes: int) -> None:
-    """Limit this process to ``added_bytes`` bytes more than it has now, on systems with such a limit."""
+    """Limit this process to ``added_bytes`` bytes more than it has now, on systems that can limit it."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 

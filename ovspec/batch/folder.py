@@ -29,7 +29,7 @@ class BatchFile:
 
     requests_path: its path on its filesystem.
     results_path: the path or URI of the results.
-    partial_path: of a file in a folder: the path next to its partial results.
+    partial_path: of a file in a folder: the path that its partial results are next to.
     size_and_time: of a file in a folder: its size and time.
     """
 
@@ -40,7 +40,7 @@ class BatchFile:
 
     @property
     def partial_results_path(self) -> Path:
-        """The path next to the partial results."""
+        """The path that partial results are next to."""
         return self.partial_path or find_partial_results_path(self.results_path)
 
 
@@ -58,7 +58,7 @@ def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
 
 
 def find_partial_results_path(output: str) -> Path:
-    """Return the path next to partial results: ``output``, or a path in the cache for object storage."""
+    """Return the path that partial results are next to: ``output``, or a path in the cache for object storage."""
     if "://" not in output:
         return Path(output).absolute()
     return default_cache_dir() / "ray" / "outputs" / hashlib.sha256(output.encode()).hexdigest()[:16]

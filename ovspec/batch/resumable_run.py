@@ -89,7 +89,7 @@ def run_file(
 
 
 def list_text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
-    """Return the models that affect texts: with rejection, sampled tokens depend on the proposals, too."""
+    """Return the models that affect texts: with rejection sampling, sampled tokens depend on the proposals, too."""
     draft_layers = lm.draft.list_layers() if params.accept == "rejection" and lm.draft else []
     return [lm.target, *draft_layers]
 

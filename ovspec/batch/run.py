@@ -40,7 +40,7 @@ class RunningRequest:
 class BatchRun(Iterator[Row]):
     """Makes rows of ``requests``, and calls ``report_line`` with each request and its complete output line.
 
-    ``params`` are the defaults for requests. ``requests`` may be empty for now and continue later, while rows run.
+    ``params`` are the defaults for requests. ``requests`` may have none for now, and more later while rows run.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Drafters, which propose tokens, and the lookahead, the number of tokens to propose."""
+"""Drafters, which propose tokens, and the lookahead, which decides how many."""

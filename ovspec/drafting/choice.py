@@ -1,4 +1,4 @@
-"""Parsing of ``draft=`` and ``--draft``, without importing numpy, for the command line."""
+"""Parsing of ``draft=`` and ``--draft``; it doesn't import numpy, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_DRAFT = "none"
 class DraftChoice:
     """Up to two drafters, asked in the order lookup, user's drafter, model. A choice without any is false.
 
-    user_drafter: a user's drafter, or a function from nothing to a drafter for each session or batch.
+    user_drafter: a user's drafter, or a function that makes one for each session or batch.
     model: the folder of the draft model or head; an entry of ``EXPORTED_DRAFTS`` until the target's folder is known.
     """
 

@@ -44,8 +44,8 @@ class InferenceCosts:
         measured_ms: the costs of some widths, from a profile; otherwise the first width that repeats sets the scale.
         width_change_ms: the additional cost of a change of width, if measured.
         can_fill: whether the decoder can pad an inference.
-        rule: the decoder's feed rule: the number of tokens it computes, and the maximum, above which tokens are split
-            into several inferences.
+        rule: the decoder's feed rule: how many tokens it computes at least, and at most; more tokens take several
+            inferences.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Drafting with a small model for the target's tokens (Leviathan et al., arXiv 2211.17192)."""
+"""Drafting with a small model that proposes the target's tokens (Leviathan et al., arXiv 2211.17192)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of drafters, and the view of a row for rounds and drafters."""
+"""The base class of drafters, and a row as rounds and drafters see it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowToDraft(NamedTuple):
     def cut_to_allowed(self, proposal: Proposal) -> Proposal:
         """Return ``proposal`` up to the first forbidden token, or up to the end of the text.
 
-        Returns an empty proposal if a constraint or a user's function fails; the target fails for this row, too.
+        Returns an empty proposal if a constraint or a user's function fails; the target then fails for this row alone.
         """
         with self.sampler.stopwatch:
             try:

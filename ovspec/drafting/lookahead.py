@@ -70,7 +70,7 @@ class Lookahead:
     def begin_round(self, max_added_ms: float = math.inf, limits_waiting: bool = False) -> None:
         """Begin a round, with ``max_added_ms`` for proposals.
 
-        ``limits_waiting``: no row may wait long for another's prefill.
+        ``limits_waiting``: no row may wait long while others read.
         """
         self.max_added_ms = max_added_ms
         self.limits_waiting = limits_waiting
@@ -98,7 +98,7 @@ class Lookahead:
     def should_draft(
         self, drafter_name: str, unread_count: int, remaining_counts: Sequence[int], reads_prompt: bool = False
     ) -> bool:
-        """Return whether to ask a drafter with ``unread_count`` tokens to read.
+        """Return whether to ask a drafter that has ``unread_count`` tokens to read.
 
         ``remaining_counts``: tokens left to generate, by row.
         ``reads_prompt``: whether a prompt, or as much, is unread: it is read once, so its time doesn't count.
@@ -159,7 +159,7 @@ class Lookahead:
         return extended_rows
 
     def cut_proposal(self, proposal: Proposal, row_count: int) -> Proposal:
-        """Return the part of ``proposal``, a free one, worth verifying; called once for each row."""
+        """Return the part of a free ``proposal`` that is worth verifying; called once for each row."""
         self._decided_rows += 1
         if not len(proposal.tokens):
             return NO_PROPOSAL
@@ -173,7 +173,7 @@ class Lookahead:
         return shorten_proposal(proposal, length)
 
     def prefers_drafter(self, drafter_name: str, proposal: Proposal, row_count: int) -> bool:
-        """Return whether ``drafter_name`` is likely to do better than ``proposal``, a free one."""
+        """Return whether ``drafter_name`` is likely to do better than the free ``proposal``."""
         acceptance = self._get_drafter_stats(proposal.source).acceptance
         if self.fixed_length is not None:
             is_poor = acceptance.mean_rate < min(

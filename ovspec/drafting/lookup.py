@@ -1,4 +1,4 @@
-"""Prompt lookup: propose the tokens after earlier occurrences of the last few tokens.
+"""Prompt lookup: propose the tokens that followed earlier occurrences of the last few tokens.
 
 Based on Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index updated
 as the text grows instead of a search through all of it.
@@ -88,7 +88,7 @@ class NgramIndex:
         return longest, latest_positions[lengths == longest][::-1].tolist()
 
     def find_continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
-        """Return (most frequent next tokens at ``positions``, share of the positions that agree on each).
+        """Return (tokens that most often followed at ``positions``, share of the positions that agree on each).
 
         A tie goes to the latest position. Past the end of the text, it reads on in the tokens found.
         """

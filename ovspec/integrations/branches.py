@@ -1,4 +1,4 @@
-"""Logits for a caller with its own choice of tokens, position by position, in several texts at a time.
+"""Logits for a caller that chooses the tokens itself, position by position, in several texts at a time.
 
 Each text has its own KV cache. Proposed tokens are verified together with the tokens to read anyway, so if the caller
 chooses them, as the target itself would, the next logits are already computed.
@@ -38,7 +38,7 @@ MAX_LOGITS_ROWS = 512
 
 @dataclass(kw_only=True)
 class LogitsRequestCounts(ProposalStats):
-    """Counts of the requests for logits, and of their work."""
+    """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
     answered: int = 0  # requests without an inference
@@ -48,7 +48,7 @@ class LogitsRequestCounts(ProposalStats):
 
 
 class PassiveSampler(GreedySampler):
-    """A sampler without choices of its own, as the caller chooses. A draft proposes its most likely tokens."""
+    """A sampler that chooses nothing, because the caller does. A draft proposes its most likely tokens."""
 
     def verify_proposal(self, *_: Any, **__: Any) -> np.ndarray:
         return NO_TOKENS

@@ -54,7 +54,7 @@ class OpenVINO(Model):
 
     @property
     def stats(self) -> LogitsRequestCounts:
-        """Counts of the requests of all programs on this model, and of their work."""
+        """Counts of the requests of all programs on this model, and of the work they took."""
         return self._interpreter.engine.branches.counts
 
 

@@ -100,7 +100,7 @@ class CompiledIR:
     outputs: dict[str, int]  # name -> index, for the fast getters
     picks_logits: bool  # as in ``ModelGraph``
     target_ids: np.ndarray | None  # as in ``ModelGraph``
-    properties: dict[str, str]  # it was compiled with these
+    properties: dict[str, str]  # used to compile it
     large_page_mover: LargePageMover  # moves its weights into large pages
     state_advance: StateAdvance | None = None  # of a model with recurrent states as inputs and outputs
     last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens per row
@@ -166,7 +166,7 @@ class CompiledIR:
 
 
 def check_ir_folder(folder: Path) -> None:
-    """Raise an OvspecError, with a description of ``folder``, unless it has an exported language model."""
+    """Raise an OvspecError that describes ``folder``, unless it has an exported language model."""
     if folder.is_file() and folder.suffix == ".gguf":
         raise OvspecError(f"{folder}: a GGUF file, not an IR; run 'ovspec export {folder} -o DIR' first.")
     if not folder.is_dir():
@@ -180,7 +180,7 @@ def check_ir_folder(folder: Path) -> None:
 
 
 def check_weights_file(xml: Path) -> int:
-    """Return the size in bytes of the .bin file next to ``xml``.
+    """Return the size in bytes of the .bin file of ``xml``.
 
     Raises OvspecError if either file is missing, or the .bin is shorter than the .xml says: OpenVINO maps it into
     memory, and reading past its end would kill the process.

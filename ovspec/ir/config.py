@@ -26,7 +26,7 @@ class ModelConfig:
 
     @property
     def language_config(self) -> ModelConfig:
-        """The language model's part."""
+        """The part about the language model."""
         return self.text_config or self
 
     @property

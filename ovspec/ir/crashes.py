@@ -124,7 +124,7 @@ def run_trial(device: str, properties: str, *trial_arguments: str) -> TrialOutco
 
 
 def name_fault_signal(exit_code: int) -> str | None:
-    """Return the name of the fault in the process's own code behind an exit code; None if there was none."""
+    """Return the fault in the process's own code that caused an exit code; None if there was none."""
     if exit_code >= FIRST_WINDOWS_FAULT_CODE:
         return f"{exit_code:#x}"
     return FAULTS_BY_EXIT_CODE.get(exit_code)

@@ -20,7 +20,7 @@ from ovspec.ir.instruction_set import check_instruction_set, describe_instructio
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
-# Properties to tell devices apart; a plugin may lack some, and the driver's property has a name by plugin.
+# Properties that tell devices apart; a plugin may lack some, and the name of the driver's property depends on it.
 IDENTIFYING_PROPERTIES = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
 
 
@@ -129,7 +129,7 @@ def list_possible_devices(device: str) -> list[str]:
 
 
 def is_virtual_device(device: str) -> bool:
-    """Return whether ``device`` is an OpenVINO device for choosing among others."""
+    """Return whether ``device`` is one of OpenVINO's devices that choose among others."""
     return device.upper().partition(":")[0] in ("AUTO", "HETERO")
 
 

@@ -1,4 +1,4 @@
-"""GPU properties for reports, and a wait for the kernels compiled in the background by OpenVINO's GPU plugin."""
+"""A GPU's properties for reports, and waiting for the kernels that OpenVINO's GPU plugin compiles in the background."""
 
 from __future__ import annotations
 

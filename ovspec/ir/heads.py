@@ -38,7 +38,7 @@ FUSION_OUTPUT = "fused"
 HIDDEN_OUTPUT = "hidden"  # output of the head: its input for tokens without features of the target
 NEXT_LAYER_FOLDER = "next"  # in an MTP layer's folder: the layer for the token after its own
 IDENTITY_SIZE = 32  # rows of an identity product
-# In the IR's rt_info: the target layers with fused inputs; none for a head on the lm_head's input.
+# In the IR's rt_info: the target layers whose inputs are fused; none for a head on the lm_head's input.
 TARGET_LAYERS_INFO = ["ovspec", "target_layers"]
 
 
@@ -90,7 +90,7 @@ def find_target_states(model: ov.Model, layers: list[int], target: Path, head: P
     """Return the hidden states that a head's features are computed from, for each token of the target.
 
     Args:
-        layers: the target's layers with inputs to join; none for the lm_head's input.
+        layers: the target layers whose inputs are joined; none for the lm_head's input.
 
     Raises:
         OvspecError: the head was made for another model.
@@ -110,8 +110,8 @@ def find_target_states(model: ov.Model, layers: list[int], target: Path, head: P
 def shield_from_output(states: ov.Output) -> ov.Output:
     """Return hidden states [..., width] as they are, through a product with ones on the diagonal.
 
-    In bf16, a CPU computes an output in f32, with all operations before it up to a product. The identity product
-    shields the lm_head's input, where f32 would change the bits.
+    In bf16, a CPU computes an output in f32, and with it all operations back to the last product. The identity product
+    keeps this from the lm_head's input, where f32 would change the bits.
     """
     width = states.get_partial_shape()[-1].get_length()
     block_size = math.gcd(width, IDENTITY_SIZE)
@@ -152,7 +152,7 @@ def check_layers_have_states(layers_with_states: int, layer_count: int, error_su
 
 
 def read_target_layers(head: ov.Model) -> list[int]:
-    """Return the target layers with inputs used by a head."""
+    """Return the target layers whose inputs a head reads."""
     return [int(layer) for layer in re.findall(r"\d+", head.get_rt_info(TARGET_LAYERS_INFO).astype(str))]
 
 

@@ -10,12 +10,12 @@ from openvino import opset13 as ops
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
-# Operations from constants to weights.
+# Operations that make weights from constants.
 WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Add", "Divide"}
 
 
 def find_lm_head(model: ov.Model) -> ov.Node | None:
-    """Return the MatMul from hidden states to logits, or None if it isn't found."""
+    """Return the MatMul that computes the logits, or None if it isn't found."""
     node = model.output("logits").get_node().input_value(0).get_node()
     while node.get_type_name() in ELEMENTWISE_OPERATIONS:
         sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
@@ -39,7 +39,7 @@ def find_lm_head_input(model: ov.Model) -> ov.Output | None:
 
 
 def find_logits_operations(model: ov.Model) -> list[ov.Node]:
-    """Return the operations from hidden states to logits, the lm_head's MatMul first; ValueError if unknown."""
+    """Return the operations that compute the logits, the lm_head's MatMul first; ValueError if unknown."""
     node = find_lm_head(model)
     logits_operations: list[ov.Node] = []
     while node and node.get_type_name() != "Result":

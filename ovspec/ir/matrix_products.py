@@ -47,7 +47,7 @@ def join_products(model: ov.Model) -> int:
 
 
 def describe_weights_recipe(weights: ov.Output, row_count: int) -> list[str]:
-    """Return the operations and types that produce ``weights``; unique if a constant lacks ``row_count`` rows."""
+    """Return the operations and types that make ``weights``; unique if a constant doesn't have ``row_count`` rows."""
     node = weights.get_node()
     shape = list(weights.get_shape())
     recipe = [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:])]
@@ -136,7 +136,7 @@ def count_summed_values(product: ov.Node) -> int:
 
 
 def find_integer_constant(weights: ov.Output) -> ov.Node | None:
-    """Return the integer constant that ``weights`` are computed from; None if they have another origin."""
+    """Return the integer constant that ``weights`` are computed from; None if they are computed otherwise."""
     node = weights.get_node()
     while node.get_type_name() in WEIGHT_OPERATIONS:
         node = node.input_value(0).get_node()

@@ -57,7 +57,7 @@ def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> Non
 
 
 def allow_several_queries_per_token(model: ov.Model) -> None:
-    """Let attention take several queries for a token computed once elsewhere; rewrites in place.
+    """Let attention take several queries for a token; everything else computes the token once. Rewrites in place.
 
     Adds the inputs ``query_tokens`` [queries] i32, the token index of each query, and ``token_queries`` [tokens] i32,
     the query index for each token's result.

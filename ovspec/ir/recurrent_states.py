@@ -135,7 +135,7 @@ class OperationIndex:
 
 
 def replace_value(value: ov.Output, parameter: ov.Node) -> None:
-    """Let the readers of ``value`` read ``parameter`` instead; the names of ``value`` stay with it."""
+    """Make the readers of ``value`` read ``parameter``, without giving it the names of ``value``."""
     for reader in value.get_target_inputs():
         reader.replace_source_output(parameter.output(0))
 
@@ -218,7 +218,7 @@ def find_token_axis(value: ov.Output) -> int:
 
 
 def cut_out_advance_model(model: ov.Model, updates: list[tuple[str, int]], state_count: int) -> ov.Model:
-    """Return a model from the states and the ``updates``, (operation, output), to the next states."""
+    """Return a model that computes the next states from the states and the ``updates``: (operation, output)."""
     copy = model.clone()
     operations = {op.get_friendly_name(): op for op in copy.get_ops()}
     parameters = [operations[STATE_INPUT.format(index)] for index in range(state_count)]

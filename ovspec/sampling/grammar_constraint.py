@@ -333,7 +333,7 @@ def prepend_to_grammar(grammar: str, prefix_bytes: bytes) -> str:
 def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple[int, LLTokenizer]:
     """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
-    Special tokens get names outside any grammar, so text that looks like a special token is plain tokens.
+    Special tokens get names that no grammar can spell, so text that looks like one is encoded in ordinary tokens.
     """
     random_mark = secrets.token_hex(8)
     unspellable_names = {
@@ -384,7 +384,7 @@ def find_textless_tokens(tokenizer_json: JsonObject) -> list[JsonObject]:
 def replace_names_by_ids(
     grammar: str, ids_by_lark_name: dict[str, int], added_ids: dict[str, int]
 ) -> tuple[str, ItemTracks | None]:
-    """Return a grammar with special tokens by id, because ``make_grammar_tokenizer`` has renamed them.
+    """Return a grammar that refers to special tokens by id, because ``make_grammar_tokenizer`` has renamed them.
 
     Also returns the tracks of arrays with unique items, which llguidance's notation lacks.
 

@@ -25,7 +25,7 @@ MAX_CONVERSION_SECONDS = 5.0
 MAX_TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
 MAX_CONVERSION_BYTES = 1_000_000_000
 MAX_SPECIAL_TOKENS = 50  # named in a grammar
-NUMBERED_TOKEN_COUNT = 300_000  # empty tokens added for a grammar with tokens by id
+NUMBERED_TOKEN_COUNT = 300_000  # empty tokens added for a grammar that refers to tokens by id
 MAX_FORCED_BYTES = 200_000  # llguidance finds forced bytes in one step, holding Python's lock, at 1.5 us each
 WALK_COUNT, MAX_WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END_ERROR = "NoExtension"  # prefix of llguidance's error at a dead end
@@ -152,7 +152,7 @@ def answer_conversion_request(request: JsonObject) -> dict[str, str]:
 
 
 def find_faulty_tool(request: JsonObject, problem: str) -> str:
-    """Return a tool with the fault in its schema, if there is one; otherwise all tools with ``problem``."""
+    """Return a tool with the error in its schema, if one is at fault; otherwise all tools with ``problem``."""
     for label, tool_request in split_request_by_tool(request).items():
         if tool_problem := find_grammar_problem(write_tools_grammar(tool_request["source"], tool_request["label"])[0]):
             return label + tool_problem
@@ -160,7 +160,7 @@ def find_faulty_tool(request: JsonObject, problem: str) -> str:
 
 
 def find_grammar_problem(grammar: str) -> str:
-    """Return the problem of a refused grammar, to follow its name in the error message; "" for a good grammar."""
+    """Return what is wrong with a refused grammar, to follow its name in the message; "" for a good grammar."""
     special_tokens = [*json.loads(grammar).get(TOKEN_NAMES_KEY, ())]
     while True:
         tokenizer = ByteTokenizer(special_tokens, NUMBERED_TOKEN_COUNT if "<[" in grammar else 0)

@@ -25,7 +25,7 @@ def count_healable_tokens(
 ) -> int:
     """Return how many tokens at the end of ``prompt_ids``, (n,) int64, to generate again.
 
-    This is the largest number with a longer token that begins with all their bytes. They must not include a token
+    This is the largest number for which a longer token begins with all their bytes. They must not include a token
     before ``first_healable`` or an empty token, and must not have more than ``max_bytes``. With ``whole_characters``,
     they must not begin inside a character.
     """

@@ -1,4 +1,4 @@
-"""Checks finished texts against their JSON schemas, in a separate process for slow schemas."""
+"""Checks finished texts against their JSON schemas, in a separate process if that may take long."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ovspec.grammars.response_format import unwrap_response_format
 
 MAX_VALIDATION_SECONDS = 5.0
 MAX_VALIDATION_BYTES = 1_000_000_000
-# Slower than the sizes of the schema and the text suggest: regular expressions (their search can't be interrupted),
-# references, and keywords for comparing items or checking parts again.
+# These take longer than the sizes of the schema and the text suggest: regular expressions (their search can't be
+# interrupted), references, and keywords that compare items or check parts again.
 SLOW_KEYWORDS = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MAX_ERRORS = 20
-MAX_DIRECT_SIZE = 10_000_000  # characters of the schema times characters of the text, for a check in this process
+MAX_DIRECT_SIZE = 10_000_000  # schema characters times text characters, at most, for a check in this process
 
 VALIDATION_POOL = SandboxPool(
     "ovspec.sampling.schema_validation", "judges texts by schemas", MAX_VALIDATION_SECONDS, MAX_VALIDATION_BYTES

@@ -24,7 +24,7 @@ TEXT_PARAMETERS_KEY = "strings"  # tool -> the parameters written as text withou
 ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING = b"c", b"C"
 ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING = b"o", b"O"
 SPACE_AFTER_THINKING = "/[ \\t\\n]{1,4}/"
-# Keywords without information about an object's properties, in a schema without properties.
+# Keywords that say nothing about an object's properties, for schemas without properties.
 SILENT_KEYWORDS = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"}
 
 
@@ -166,7 +166,7 @@ def write_call(call_parts: Sequence[str], tool_name: str, grammar_name: str, tok
 
 
 def write_literal(text: str, token_names: dict[str, str]) -> str:
-    """Return the expression of ``text``; ``token_names``: names of the tokens possible in it."""
+    """Return the expression of ``text``; ``token_names``: names of the tokens that may be in it."""
     text_parts = split_at_tokens(text, token_names)
     return " ".join(
         text_part if text_part in token_names else json.dumps(text_part, ensure_ascii=False) for text_part in text_parts

@@ -1,6 +1,6 @@
 """Finds the tokens that would duplicate an item in a JSON array with unique items.
 
-A grammar has no memory of the items, so it can't. So the text is also followed here, byte by byte.
+A grammar has no memory of the items, so it can't do this. The text is also followed here, byte by byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A vocabulary's tokens sorted by their bytes, to find tokens by a prefix, a longer text or a part."""
+"""A vocabulary's tokens sorted by their bytes, to find tokens that begin with, or belong to, a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VocabularyIndex:
         return self.ids_of_prefixes(text[:-1]) + self.ids_with_prefix(text)
 
     def ids_of_prefixes(self, text: bytes) -> list[int]:
-        """Return the ids of tokens at the start of ``text``."""
+        """Return the ids of the tokens that ``text`` begins with."""
         prefix_ids: list[int] = []
         for prefix_length in range(1, len(text) + 1):
             first_index = bisect.bisect_left(self._sorted_bytes, text[:prefix_length])

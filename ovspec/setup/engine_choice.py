@@ -89,7 +89,7 @@ class CompiledModel:
 
     @functools.cached_property
     def proposer_name(self) -> str:
-        """The model's name as a proposer for another model."""
+        """The name of this model as a proposer."""
         if not self.is_head:
             return "draft"
         return "mtp" if is_mtp_folder(self.ir.folder) else "head"
@@ -164,12 +164,12 @@ def load_compiled_model(
 ) -> CompiledModel:
     """Compile the model in ``folder`` for an engine; "auto" takes paged if it agrees with stateful.
 
-    With exact arithmetic, the first load probes for a rule with the same bits for every token. Raises OvspecError like
-    ``compile_ir``, or if the engine can't run this model.
+    With exact arithmetic, the first load probes for a rule that gives every token the same bits. Raises OvspecError
+    like ``compile_ir``, or if the engine can't run this model.
 
     ``arithmetic``: None is exact on a CPU, and fast where a GPU may compute.
 
-    ``head``: the folder of a head on the model's features; see ``load_model_giving_features``.
+    ``head``: the folder of a head that reads the model's features; see ``load_model_giving_features``.
     """
     if arithmetic != "fast" and may_use_gpu(options.device):
         model = load_compiled_model(folder, options, engine, "fast", head)
@@ -217,9 +217,9 @@ def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: st
 def load_model_giving_features(
     folder: Path, options: DeviceOptions, engine: EngineChoice, arithmetic: Arithmetic | None, head: Path
 ) -> CompiledModel:
-    """Load a model with features for ``head``; it is exact only if the features change no bit.
+    """Load a model that computes features for ``head``; it is exact only if the features change no bit.
 
-    A value used as an output, too, may be computed by other kernels. This is tested once, and cached.
+    A value that is also an output may be computed by other kernels. This is tested once, and cached.
     """
     if arithmetic == "fast" or (not arithmetic and may_use_gpu(options.device)):
         return load_compiled_model(folder, options, engine, arithmetic, head)
@@ -303,7 +303,7 @@ def load_with_arithmetic(
 
 
 def is_16_bit_by_default(options: DeviceOptions) -> bool:
-    """Return whether the CPU computes in 16 bits only by default: no precision or type of the cache was chosen."""
+    """Return whether the CPU computes in 16 bits only by default: neither a precision nor a cache type was chosen."""
     fixed_properties = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
     if fixed_properties or parse_device_option(options.device) != "CPU":
         return False

@@ -63,7 +63,7 @@ EXACTNESS_PROBE_VERSION = "9"  # a new version invalidates cached findings
 # Tokens and logits of the inferences for comparison with narrower and wider ones, and the strictest rule's minimum.
 PIECE_LENGTH = 16
 MIN_COUNTS_TO_TRY = (1, 2, 3, 4, 5, 6, 8, 10, 12, PIECE_LENGTH)  # minimum tokens and minimum logits to try
-# Single tokens to feed before calling them the same: 16 bits hide most differences until they enter the cache.
+# Single tokens to feed before their bits count as equal: 16 bits hide most differences until one is in the cache.
 SINGLE_TOKEN_COUNT = 64
 SINGLE_TOKEN_COUNT_FOR_LOGITS = 8  # enough if only the lm_head differs: no rounding hides its differences
 # Widths tried until one differs. If none does, there is no bound; a first load has no time for larger widths.
@@ -77,7 +77,7 @@ STRICTEST_RULES = {
 }
 TIMED_INFERENCES = 5  # inferences of each width
 # A GPU has separate attention kernels for prompts without a past, for rows of a single token, and for long inferences.
-# Rules to avoid them, the cheapest first.
+# These rules avoid them, the cheapest first.
 GPU_RULES = tuple(
     FeedRule(fewest=fewest, most=most_tokens, first_apart=True, fewest_logits=fewest, rounded=True)
     for fewest, most_tokens in ((2, 64), (8, 64), (16, 32), (16, 16))
@@ -119,14 +119,14 @@ def find_exactness(
                 ),
                 exactness,
             )
-    # With such a rule more tokens are computed in any case; the stateful engine proposes nothing by default.
+    # A rule may make any inference compute more tokens; the stateful engine proposes nothing by default.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=measure_two_token_time_ratio(make_decoder(exactness.rule), probe_ids))
     return replace(exactness, tried=differing_by_rule)
 
 
 def find_exactness_on_gpu(make_decoder: MakeDecoder, vocab_size: int, trial: ExactnessTrial = GPU_TRIAL) -> Exactness:
-    """Find a GPU's rule with the same bits for every token, for the paged engine; see ``GPU_RULES``."""
+    """Find the rule that gives every token the same bits on a GPU, with the paged engine; see ``GPU_RULES``."""
     differing_by_rule: dict[str, int] = {}
 
     def probe_rule(feed_rule: FeedRule) -> Exactness:
@@ -213,7 +213,7 @@ def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
 
 
 def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_ids: np.ndarray) -> FeedRule:
-    """Return the rule with the fewest tokens and logits that seems to have the ``strictest_rule``'s bits."""
+    """Return the rule with the fewest tokens and logits that still seems to have the ``strictest_rule``'s bits."""
     decoder = make_decoder(strictest_rule)
     context_length = min(PIECE_LENGTH, len(probe_ids))
     probe_ids = probe_ids[: PIECE_LENGTH + SINGLE_TOKEN_COUNT + sum(range(PIECE_LENGTH))]
@@ -225,7 +225,7 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
     ]
 
     def lower_rule_counts(feed_rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
-        """Return ``feed_rule`` with the least count in these fields, the same for all, without a change of bits."""
+        """Return ``feed_rule`` with the smallest count in these fields, the same for all, that keeps the bits."""
         count_so_far = min(getattr(feed_rule, count_name) for count_name in count_names)
         for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
             lesser_rule = replace(feed_rule, **dict.fromkeys(count_names, min_count))
@@ -243,7 +243,7 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
 
 
 def list_stricter_rules(feed_rule: FeedRule, strictest_rule: FeedRule) -> Iterator[FeedRule]:
-    """Yield rules stricter than a rule, with rising counts of tokens and logits, all below the strictest rule's."""
+    """Yield rules stricter than ``feed_rule``, with rising counts of tokens and logits, below the strictest rule's."""
     for min_count in MIN_COUNTS_TO_TRY:
         min_tokens = min(max(feed_rule.fewest, min_count), strictest_rule.fewest)
         stricter_rule = replace(feed_rule, fewest=min_tokens, fewest_logits=max(feed_rule.fewest_logits, min_count))

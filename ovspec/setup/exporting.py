@@ -172,7 +172,7 @@ def add_known_draft(request: ModelRequest, draft_name: str) -> ModelRequest:
 def export_into_store(request: ModelRequest, new_folder: Path, package: ModuleType) -> StoredModel:
     """Export a model into ``new_folder``, and move it into the store.
 
-    An existing export that lacks only the draft is copied; the new export replaces it.
+    An existing export that lacks only the draft is reused as it is; the new export replaces it.
     """
     source = request.source
     assert source
@@ -192,7 +192,7 @@ def export_into_store(request: ModelRequest, new_folder: Path, package: ModuleTy
 
 
 def is_outdated(old_model: StoredModel, new_record: ModelRecord, new_manifest: Manifest) -> bool:
-    """Return whether a new export replaces an old export without the draft, or of changed files."""
+    """Return whether a new export replaces an old one: it lacks the draft, or was made from files changed since."""
     if old_model.record.source != new_record.source:
         return False
     if old_model.manifest.target.weight_format != new_manifest.target.weight_format:

@@ -37,7 +37,7 @@ def find_demo_folder() -> Path:
 def resolve_model_folder(model: str | Path | None) -> Path:
     """Return the folder of ``model``, or the demo pair's for None; raises OvspecError if it has no exported model.
 
-    A model in the store may have its original name, or its name in 'ovspec models'.
+    A model in the store goes by its original name, or by its name in 'ovspec models'.
     """
     folder = find_demo_folder() if model is None else find_folder_in_store(model) or Path(model)
     restore_backup(folder)
@@ -72,8 +72,8 @@ def resolve_draft(
 ) -> DraftChoice | None:
     """Return ``draft_choice`` with the folder of the draft exported with the target in ``folder``.
 
-    Raises OvspecError if there is no such draft, or a draft of another kind: not made from the target's own layers for
-    "self", no EAGLE-3 head for "head", or not the target's MTP layer for "mtp".
+    Raises OvspecError if there is no such draft, or if it is of another kind: "self" means a draft made from the
+    target's own layers, "head" an EAGLE-3 head, and "mtp" the target's MTP layer.
     """
     if not draft_choice or draft_choice.model not in EXPORTED_DRAFTS:
         return draft_choice

@@ -44,7 +44,7 @@ class ModelRecord:
 
     source: the absolute path of a folder or GGUF file, or a hub id without its revision.
     revision: the requested revision of a hub id, None for its main branch; of a path a checksum of its files.
-    draft: the source of the draft named with it.
+    draft: the source of the draft that was named with it.
     """
 
     source: str

@@ -42,7 +42,7 @@ def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
 
 
 def probe_rollback(ir: CompiledIR) -> ProbedRollback:
-    """Find a rollback without a trace: feed junk after a prefill, roll back, continue, compare with a clean run.
+    """Find a rollback that leaves no trace: feed junk after a prefill, roll back, continue, compare with a clean run.
 
     Tries masking first, then trimming. Raises OvspecError if neither restores the clean run's logits, or if these
     are not numbers.
@@ -99,7 +99,7 @@ def find_working_copy_modes(ir: CompiledIR, rollback: RollbackMethod) -> StateCo
 
 
 def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
-    """Return the modes of setting states to try.
+    """Return the ways of setting states to try.
 
     On a GPU, inferences fail if the request hasn't run, and then so do the model's others (OpenVINO 2026.4.1).
     """

@@ -41,7 +41,7 @@ class TuningEffort:
 class SettingTimer:
     """Times settings of one model against the incumbent, after the first tokens of ``text_ids`` (n,) as the prompt.
 
-    ``options``: include the folder for cached findings.
+    ``options``: they name the folder for cached findings.
     """
 
     def __init__(self, folder: Path, text_ids: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
@@ -55,7 +55,7 @@ class SettingTimer:
         self._reference_logprobs = log_softmax(logits).astype(np.float32)
 
     def set_incumbent(self, setting: EngineSetting) -> Measurement:
-        """Measure the setting to compare the others with, and keep it loaded."""
+        """Measure the setting that the others are compared with, and keep it loaded."""
         self._models = {setting: self._compile_model(setting)}
         self._incumbent_decoder = self._make_timed_decoder(self._models[setting])
         kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(self._incumbent_decoder))
@@ -156,7 +156,7 @@ class SettingTimer:
     def _make_timed_decoder(self, model: CompiledModel) -> Decoder:
         feed_rule = fast_arithmetic_rule(model.engine, model.ir.device)
         if model.engine == "paged" and not is_gpu(model.ir.device):
-            # A second query for each token, as in exact arithmetic on a CPU, and exactly the tokens and logits fed.
+            # A second query for each token, as in exact arithmetic on a CPU, and no more tokens or logits than are fed.
             feed_rule = FeedRule(queries=2)
         return model.make_decoder(feed_rule=feed_rule)
 

@@ -60,7 +60,7 @@ def tune_model(
 ) -> Profile:
     """Measure settings for the model in ``folder``.
 
-    ``report_progress`` is called with the next step and the finished share of the work. Raises OvspecError if the
+    ``report_progress`` is called with the next step and the share of the work that is done. Raises OvspecError if the
     device is AUTO or HETERO, or too little memory is free.
     """
     if is_virtual_device(parse_device_option(options.device)):
@@ -96,8 +96,8 @@ def tune_model(
         expected_error = OvspecError if on_gpu else InferenceError
         with suppress(expected_error):
             measurements.append(setting_timer.measure_setting(setting))
-    # A probe takes longer than a measurement: only settings with a chance are probed, and the usual setting only where
-    # another might be less exact.
+    # A probe takes longer than a measurement: only settings that may be chosen are probed, and the usual setting only
+    # where another might be less exact.
     while (best_measurement := profile.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
         unprobed_measurement = measurements[0]
         if best_measurement.invariance is None:

@@ -15,7 +15,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-MULTIPLIED_BYTES = 64e6  # of int8 weights to multiply: too many for any core's cache
+MULTIPLIED_BYTES = 64e6  # of int8 weights to multiply, so that they fit into no core's cache
 MAX_COPY_COUNT = 64
 TIMING_TURNS = 5
 TIMING_REPEATS = 4
@@ -120,7 +120,7 @@ def time_formats(weight_formats: list[WeightFormat], row_count: int, column_coun
 
 
 def make_products_model(weight_format: WeightFormat, row_count: int, column_count: int, copy_count: int) -> ov.Model:
-    """Return a model to multiply its input [tokens, columns] with ``copy_count`` matrices of random weights."""
+    """Return a model that multiplies its input [tokens, columns] with ``copy_count`` matrices of random weights."""
     generator = np.random.default_rng(0)
     token_vectors = ops.parameter([-1, column_count], np.float32)
     random_matrices = [

@@ -46,7 +46,7 @@ class ThinkingFormat:
 
     open_tag, close_tag: the tags around it.
     further_tags: further tags of a format with a header for each part.
-    message_header, text_header: the text between thinking and such a header, and the header of the user's text.
+    message_header, text_header: the text between thinking and such a header, and the header of the text for the user.
     """
 
     open_tag: str
@@ -161,7 +161,7 @@ def split_by_phase(
 
 
 def find_unfinished_tag(text: str, tags: Collection[PhaseTag]) -> int:
-    """Return the start of a possible tag, with white space before it, at the end of ``text``."""
+    """Return where the end of ``text`` begins that may become a tag, with white space before it."""
     if not tags:
         return len(text)
     return len(text[: min(find_unfinished_end(text, tag.text) for tag in tags)].rstrip(WHITESPACE))
@@ -176,7 +176,7 @@ class AnswerFormat:
 
     tool_format: the format of calls, if there are tools.
     thinking_format: the tags of thinking, if any.
-    tool_names: the tools to detect calls of.
+    tool_names: the tools whose calls are detected.
     first_phase: the phase at the start of an answer.
     calls_after_text: whether calls may follow text.
     added_tokens: text -> id of the tokens outside of the model's own vocabulary.
@@ -475,7 +475,7 @@ def escape_json_text(text: str) -> str:
 
 
 def find_unfinished_end(text: str, end: str) -> int:
-    """Return the start of a possible ``end`` at the end of ``text``."""
+    """Return where the end of ``text`` begins that may become ``end``."""
     for position in range(max(0, len(text) - len(end) + 1), len(text)):
         if end.startswith(text[position:]):
             return position

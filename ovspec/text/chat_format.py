@@ -28,7 +28,7 @@ from ovspec.params.tool_formats.layout import (
 from ovspec.text.answer import detect_thinking_format
 from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
 
-# A chat with a tool and two calls of it, to render for its format.
+# A chat with a tool and two calls of it; its rendering shows the template's format.
 PROBE_NAME = "probe"
 PROBE_SYSTEM = "You probe."
 PROBE_CALLS: list[tuple[str, JsonObject]] = [(PROBE_NAME, {"key": "value", "count": 1}), (PROBE_NAME, {})]
@@ -82,7 +82,7 @@ class CallStyle:
     null_content: bool = False
 
     def restyle_calls(self, messages: list[Message]) -> list[Message]:
-        """Return messages, with arguments as objects or unparsable, in this style."""
+        """Return messages in this style; their arguments are objects or can't be parsed."""
         styled_messages: list[Message] = []
         for message in messages:
             if calls := message.get("tool_calls"):
@@ -158,7 +158,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
-        """Whether the template begins a new answer after an answer of thinking alone."""
+        """Whether the template begins a new answer after an answer that has only thinking."""
         chat = [PROBE_CHAT[0], {"role": "assistant", "content": "", "reasoning_content": "?"}]
         return render_or_empty(self.template, chat, tools=False) != render_or_empty(
             self.template, chat, tools=False, opens_answer=False
@@ -183,7 +183,7 @@ class ChatFormat:
             messages: OpenAI's; arguments of calls may be JSON texts or objects.
             tools: OpenAI's.
             effort: how much to think, if the template supports it.
-            variables: further template variables; see ``ChatTemplate.render``.
+            variables: further variables for the template; see ``ChatTemplate.render``.
             opens_answer: end at the start of the assistant's answer, or continue a last message of the assistant's.
 
         Raises:
@@ -224,7 +224,7 @@ class ChatFormat:
         return self._render_messages(messages, template_variables, opens_answer)
 
     def _render_continuation(self, messages: list[Message], *other_arguments: Any) -> str:
-        """Return the prompt up to the end of the last message; ``other_arguments``: of ``render_prompt``."""
+        """Return the prompt that ends with the last message; ``other_arguments``: of ``render_prompt``."""
         *earlier_messages, last_message = messages
         if not (begun_answer := find_begun_answer([last_message])):
             return self.render_prompt(earlier_messages, *other_arguments)
@@ -339,7 +339,7 @@ def detect_tool_format_and_style(template: ChatTemplate) -> tuple[ToolFormat, Ca
             if fitting_styles := [
                 style for style in CALL_STYLES if contains_calls(renderings[style], tool_format, call_groups)
             ]:
-                # A longer rendering has a "None", or an unneeded empty text.
+                # A longer rendering has a "None", or a separate empty text.
                 return tool_format, min(fitting_styles, key=lambda style: len(renderings[style]))
     return GENERIC, CallStyle()
 
@@ -375,7 +375,7 @@ def is_text_part(part: JsonValue) -> bool:
 
 
 def join_text_parts(content: JsonValue) -> JsonValue:
-    """Return content of text parts alone as one text, other content unchanged."""
+    """Return content that has only text parts as one text, other content unchanged."""
     if isinstance(content, list) and all(map(is_text_part, content)):
         return "\n".join(part["text"] for part in content)
     return content
@@ -433,7 +433,7 @@ def parse_call_arguments(arguments: JsonValue) -> JsonValue:
 
 
 def wrap_unparsable_arguments(message: Message) -> Message:
-    """Return a message with objects as arguments of all calls; an object is put around other arguments."""
+    """Return a message whose calls all have objects as arguments; other arguments are wrapped in an object."""
     calls = [
         replace_arguments(call, {"arguments": call["function"]["arguments"]})
         if has_unparsable_arguments(call)
@@ -448,7 +448,7 @@ def wrap_unparsable_arguments(message: Message) -> Message:
 def find_begun_answer(messages: Sequence[Message]) -> str | None:
     """Return the last message's text if it begins an answer: an assistant's message without calls; else None.
 
-    After a message of thinking alone, a new answer begins.
+    A message that has only thinking doesn't: a new answer begins after it.
     """
     if not messages:
         return None

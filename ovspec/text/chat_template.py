@@ -53,7 +53,7 @@ class ChatTemplate:
         return self._find_variables(self.source) if self.source_with_tools else self.variables
 
     def unread_variables(self, variables: Mapping[str, Any], has_tools: bool) -> list[str]:
-        """Return the names of variables unused by the template, for chats with ``has_tools`` or without."""
+        """Return the names of variables that the template doesn't use, for chats with ``has_tools`` or without."""
         known_variables = self.variables if has_tools else self._variables_without_tools
         return [name for name in variables if name not in known_variables and name not in RESERVED_ARGUMENTS]
 
@@ -70,9 +70,9 @@ class ChatTemplate:
         """Return the prompt for ``messages``; with ``opens_answer`` it ends where the assistant's answer begins.
 
         Args:
-            variables: further template variables, such as "enable_thinking". "tools" are JSON schemas of functions, as
-                in OpenAI's API; "documents" are objects for models that answer from them.
-            strict: refuse variables unused by the template.
+            variables: further variables for the template, such as "enable_thinking". "tools" are JSON schemas of
+                functions, as in OpenAI's API; "documents" are objects for models that answer from them.
+            strict: refuse variables that the template doesn't use.
 
         Raises:
             TemplateError: the template fails, rejects these messages, doesn't use a variable, or takes too much time or

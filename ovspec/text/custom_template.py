@@ -91,7 +91,7 @@ def resolve_custom_template(template: str | Path, model_templates: Mapping[str, 
         known_names = ", ".join(dict.fromkeys((*model_templates, *KNOWN_TURNS)))
         quoted_name = (
             f"'{shown_name}'" if isinstance(template, Path) else repr(shown_name)
-        )  # would double Windows' backslashes
+        )  # Path's repr would double Windows' backslashes
         raise OvspecError(
             f"`chat_template` is {quoted_name:.80}; it must be a file, a template's text or one of {known_names}."
         )

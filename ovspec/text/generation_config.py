@@ -66,7 +66,7 @@ class GenerationConfig:
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
-        """The ids of the tokens at a text's end."""
+        """The ids that end a text."""
         configs = (self.settings, self._model_config, self._model_config.text_config)
         eos = next((config.eos_token_id for config in configs if config and config.eos_token_id is not None), [])
         return frozenset(eos if isinstance(eos, list) else [eos])
@@ -93,7 +93,7 @@ class GenerationConfig:
 
 
 def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation config's recommended sampling options in ``folder``, except ``chosen_options``.
+    """Return the sampling options that the generation config in ``folder`` recommends, except ``chosen_options``.
 
     Options missing in it are off, as by default; nothing is recommended with a chosen temperature of 0.
 

@@ -88,7 +88,7 @@ class FimTokenIds:
     file: int | None
     end_ids: tuple[int, ...]
     suffix_first: bool
-    fim_names: tuple[str, ...]  # tokens for infilling only
+    fim_names: tuple[str, ...]  # tokens that only infilling uses
 
 
 def find_fim_tokens(token_ids: Mapping[str, int]) -> FimTokenIds | None:

@@ -39,7 +39,7 @@ class ResultRecord:
     """The result of a distillation, and its settings.
 
     run: identifies a run; a continued run replaces its own result.
-    kind: a ``ResultKind``. model, revision: the target's name and revision. draft: the source of the trained draft.
+    kind: a ``ResultKind``. model, revision: the target's name and revision. draft: what was trained further.
     complete: whether the requested time or tokens are reached.
     seconds: by stage. tokens: training tokens, counted each time they are read.
     data: the training data, by source. held_out: the evaluation data.

@@ -142,7 +142,7 @@ def compute_tokens_checksum(ids: Sequence[int]) -> int:
 
 
 def is_held_out(ids: Sequence[int]) -> bool:
-    """Return whether texts starting with ``ids`` are held out; all answers to a question are, or none."""
+    """Return whether documents that begin with ``ids`` are held out; so are all answers to a question, or none."""
     return compute_tokens_checksum(ids) % HELD_OUT_DIVISOR == 0
 
 
@@ -181,7 +181,7 @@ class UserTexts:
 
 
 class CandidateDocument(NamedTuple):
-    """A candidate, perhaps a near-duplicate by its tokens from ``content_start`` on.
+    """A document that may be a near-duplicate, judging by its tokens from ``content_start`` on.
 
     part_checksum: of its text or prompt; all documents of a part are held out, or none.
     """

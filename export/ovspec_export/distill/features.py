@@ -75,7 +75,7 @@ def write_features(
 
     Args:
         model: the exported target.
-        layers: the target's layers with inputs to keep, besides its lm_head's input; None for a draft model, which
+        layers: the target layers whose inputs are kept, besides its lm_head's input; None for a draft model, which
             learns from choices alone.
         checkpoint: the target's, for torch to compute the features in place of OpenVINO, on ``torch_device``.
         model_type: its family.
@@ -208,7 +208,7 @@ def read_examples(work: Path, held_out: bool) -> Examples:
 
 
 def make_openvino_computation(model: Path, layers: list[int] | None) -> Callable[[list[int]], dict[str, Tensor]]:
-    """Return a function from a document's ids to the tensors of a shard."""
+    """Return a function that computes a shard's tensors from a document's ids."""
     options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
     compiled_model = compile_ir(
         model, options, lambda graph: replace_logits_by_shard_outputs(graph, layers)
@@ -235,7 +235,7 @@ def make_openvino_computation(model: Path, layers: list[int] | None) -> Callable
 def make_torch_computation(
     checkpoint: str, model_type: str, layers: list[int] | None, device: str, trust_remote_code: bool
 ) -> Callable[[list[int]], dict[str, Tensor]]:
-    """Return a function from a document's ids to the tensors of a shard, with the checkpoint in torch."""
+    """Return a function that computes a shard's tensors from a document's ids, with the checkpoint in torch."""
     from ovspec_export.patches import adapt_optimum
     from ovspec_export.quantised import load_checkpoint_model
 

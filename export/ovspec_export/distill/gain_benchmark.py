@@ -73,7 +73,7 @@ def is_new_draft_fastest(rows: list[JsonObject]) -> bool:
 
 
 def describe_missing_gain(result_name: str, rows: list[JsonObject]) -> str:
-    """Return the sentence about a missing gain."""
+    """Return the sentence that reports that nothing was gained."""
     new_row = rows[-1]
     old_row = next((row for row in rows if row["mode"] == OLD_DRAFT_MODE), None)
     speed_text = "no speed-up"

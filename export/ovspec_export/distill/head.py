@@ -1,4 +1,4 @@
-"""Train a head: a new one, or a trained one further."""
+"""Train a head: a new one, or one trained before."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def train_head(
     Args:
         model: the exported target.
         work_folder: the folder with the documents and the target's features.
-        layers: the target's layers with inputs for the head.
+        layers: the target layers whose inputs the head reads.
         draft_vocabulary: number of target tokens the head can propose.
         start_checkpoint: the checkpoint of a head to start from; a new head by default.
     """

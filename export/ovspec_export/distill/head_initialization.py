@@ -88,7 +88,7 @@ def fit_linear_guess(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit the lm_head's input, in units of ``final_sizes``, to the features and the next token's normalised embedding.
 
-    Returns the weights of the features, the weights of the embedding, and its ``rank`` most important directions.
+    Returns the weights of the features and of the embedding, and the ``rank`` directions where these matter most.
     """
     feature_width = len(feature_sizes)
     hidden_size = embedding.shape[1]

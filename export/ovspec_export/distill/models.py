@@ -33,7 +33,7 @@ def choose_kind_draft_and_layers(
     trim_vocabulary: int | None,
     draft_vocabulary: int | None,
 ) -> tuple[ResultKind, Source | None, list[int] | None]:
-    """Return the kind of result, the draft to start from, and the target's layers with inputs for a head.
+    """Return the kind of result, the draft to start from, and the target layers whose inputs the head reads.
 
     Args:
         draft_name: the option ``draft``. kind, trim_vocabulary, draft_vocabulary: the options of these names.
@@ -87,7 +87,7 @@ def require_config_number(source: Source, config_key: str) -> int:
 
 
 def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
-    """Raise OvspecError if the exported model can't run here, or is to get a head but can't have one."""
+    """Raise OvspecError if the exported model can't run here, or is to get a head and can't have one."""
     check_ir_folder(folder)
     check_weights_file(folder / MODEL_FILE)
 

@@ -1,4 +1,4 @@
-"""Train an MTP layer: a new one, or a trained one further. The target's lm_head stays as it is."""
+"""Train an MTP layer: a new one, or one trained before. The target's lm_head stays as it is."""
 
 from __future__ import annotations
 
@@ -114,6 +114,6 @@ def initialize_mtp_layer(layer: MtpLayer, examples: Sequence[Example], embedding
 
 
 def set_gains(norm: nn.Module, gains: Tensor) -> None:
-    """Make a new norm multiply by these; its weight may be an addition to 1."""
+    """Make a new norm multiply by these; its weight may be added to 1."""
     weight = norm.weight
     weight.add_(gains - 1)  # type: ignore[operator]

@@ -77,7 +77,7 @@ def benchmark_result(plan: DistillPlan, work_folder: WorkFolder) -> list[JsonObj
 
 
 def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
-    """Return the folder of the draft to compare the result with: the trained one's original, or the target's draft."""
+    """Return the folder of the draft to compare the result with: the draft before training, or the target's draft."""
     if plan.draft:
         draft_folder = Path(plan.options.draft or "").expanduser()
         if (draft_folder / MODEL_FILE).is_file():

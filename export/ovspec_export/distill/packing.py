@@ -51,7 +51,7 @@ class Batch:
 
 
 def pack_examples(examples: Sequence[Example], steps: int, deep_share: float, token_offset: int = 1) -> Batch:
-    """Return a batch with ``deep_share`` of the entries, chosen at random if enough tokens follow, deep.
+    """Return a batch; of the entries with enough tokens after them, a random ``deep_share`` is deep.
 
     token_offset: distance from an entry's features to its token: 1 for a head, 0 for a draft model.
     """

@@ -84,7 +84,7 @@ class DistillPlan:
     target: the model, as named. origin: the name and revision of its checkpoint.
     torch_checkpoint: the target's, if torch computes hidden states on another device.
     draft: a checkpoint, or None; to be trimmed, perhaps an IR.
-    tap_layers: the target's layers with inputs for a head; empty for an MTP layer, None for a draft model.
+    tap_layers: the target layers whose inputs a head reads; empty for an MTP layer, None for a draft model.
     """
 
     options: DistillOptions
@@ -126,7 +126,7 @@ class DistillPlan:
 
 
 def make_plan(options: DistillOptions) -> DistillPlan:
-    """Check everything that needs no work.
+    """Check everything that can be checked before any work.
 
     Raises:
         OvspecError: a file is missing, a model can't be used, the output exists, or there is too little room.

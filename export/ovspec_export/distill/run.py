@@ -161,7 +161,7 @@ def run_trimming(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 
 
 def trim_draft_to_texts(plan: DistillPlan, work_folder: WorkFolder) -> None:
-    """Keep the draft's most used ids in the texts, and report the number of tokens it can no longer propose."""
+    """Reduce the draft to the ids used most in the texts, and report how many tokens it can no longer propose."""
     draft = plan.draft
     id_count = plan.options.trim_vocabulary
     assert draft and id_count
@@ -189,7 +189,7 @@ def are_features_full(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 
 
 def run_data_stages(plan: DistillPlan, work_folder: WorkFolder, round_number: int, round_end: float) -> bool:
-    """Write texts and compute features: data get half of the time up to ``round_end``, or all if there are none."""
+    """Write texts and compute features: data take half of the time up to ``round_end``, or all if there are none."""
     stage_figures = work_folder.stage_figures
     seconds_left = round_end - stage_figures.sum_seconds()
     if work_folder.has_features:

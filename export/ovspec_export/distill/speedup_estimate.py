@@ -1,4 +1,4 @@
-"""The worth of acceptance on this machine, estimated from the times of inferences before any benchmark."""
+"""What acceptance is worth on this machine, estimated from the times of inferences before any benchmark."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measure_costs(model: str) -> None:
 def estimate_speedup(mean_accepted: Sequence[float], costs: Sequence[float], step_share: float) -> float:
     """Return the speedup of a draft over plain decoding, with the best fixed lookahead.
 
-    An inference of more tokens counts as at least as long, so that only accepted tokens can gain.
+    More tokens count as taking at least as long, so that only accepted tokens can gain.
 
     Args:
         mean_accepted: mean number of accepted tokens if 1, 2, … are proposed.
@@ -66,6 +66,6 @@ def estimate_speedup(mean_accepted: Sequence[float], costs: Sequence[float], ste
 def estimate_step_share(target_folder: Path, weight_count: float) -> float:
     """Return the time of a draft step as a share of the target's inference, for a draft of so many weights in int8.
 
-    Both mostly wait for memory.
+    Both mostly wait for their weights to be read.
     """
     return weight_count / (target_folder / MODEL_FILE).with_suffix(".bin").stat().st_size

@@ -19,7 +19,7 @@ from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
 from ovspec_export.sources import HeadSource, Source
 
 ProgressCallback = Callable[[JsonObject], None]
-UNLIMITED_TOKENS = 2**62  # more tokens than fit into any time
+UNLIMITED_TOKENS = 2**62  # more tokens than any time allows
 
 
 def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
@@ -29,7 +29,7 @@ def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
 
 
 def write_draft_checkpoint(draft: Source, work_folder: WorkFolder) -> None:
-    """Write the draft's checkpoint, if training can't read its source."""
+    """Write the draft's checkpoint, if its source isn't one that training can read."""
     partial_folder = work_folder.scratch_folder / "draft"
     if ensure_readable_checkpoint(draft, partial_folder, "bf16") is not draft:
         rename_with_retries(partial_folder, work_folder.draft_checkpoint)

@@ -122,7 +122,7 @@ def write_texts(
 
     def is_writing_over() -> bool:
         elapsed = time.monotonic() - began
-        # A job without anything to learn from is lost time.
+        # A job that ends with nothing to learn from is lost time.
         if is_stop_requested() or total_tokens >= tokens:
             return True
         return elapsed > seconds * (1 if can_train or writer.has_answer_to_keep else 2)
@@ -151,7 +151,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptOpening:
-    """The start of a question or a text, for the model to continue until its end.
+    """The start of a question or a text; the model continues it to its end.
 
     row_options: its generating options.
     system, effort: of the chat it asks in.
@@ -166,7 +166,7 @@ class PromptOpening:
 def make_own_prompt_source(
     prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
 ) -> SelfAskedPrompts | SelfBegunPrompts:
-    """Return a maker of prompts: questions, if the model has a chat template that shows the user's text."""
+    """Return a source of prompts: questions, if the model has a chat template that shows the user's text."""
     try:
         split_at_user_text(prompt_encoder.chat_format, None)
     except OvspecError:
@@ -193,7 +193,7 @@ class SelfAskedPrompts:
     def draw_opening(self, rng: np.random.Generator) -> PromptOpening:
         system = self._system_messages[int(rng.integers(len(self._system_messages)))]
         topic = self._topics[int(rng.integers(len(self._topics)))] if self._topics else None
-        # If the template has an option for how much to think, half of the answers think less.
+        # Where the template can control how much to think, half of the answers think less.
         return self._make_cached_opening(system, topic, "none" if rng.integers(2) else None)
 
     def _make_opening(self, system: str | None, topic: str | None, effort: str | None) -> PromptOpening:
@@ -211,7 +211,7 @@ class SelfAskedPrompts:
         return PromptOpening(tokenizer.encode(before_user_text, special=False).tolist(), row_options, system, effort)
 
     def make_prompt(self, opening: PromptOpening, row: Row) -> Prompt | None:
-        """Return the model's question; None if it is not a question, or is a repeated one."""
+        """Return the model's question; None if it isn't a question, or was asked before."""
         tokenizer = self._prompt_encoder.tokenizer
         question_text = row.text.strip()
         is_ended = row.finish_reason != "length"
@@ -257,7 +257,7 @@ class SelfBegunPrompts:
         return self._opening
 
     def make_prompt(self, opening: PromptOpening, row: Row) -> Prompt | None:
-        """Return the start of the model's text; None if it has ended, or is a repeated start."""
+        """Return the text that the model has begun; None if it has ended it, or has begun like this before."""
         del opening
         if (
             row.finish_reason != "length"
@@ -290,7 +290,7 @@ def split_at_user_text(chat_format: ChatFormat, system: str | None, user_opening
 
 
 def find_turn_end(after_user_text: str, added_tokens: Mapping[str, int]) -> tuple[list[int], list[str]]:
-    """Return the ids and the strings at the end of a user's turn: the first in the template after it.
+    """Return the ids and the strings that end a user's turn: the first thing the template writes after it.
 
     added_tokens: the ids of named tokens in the vocabulary, such as "<|im_end|>".
     """

@@ -182,7 +182,7 @@ def autocast_bf16(device: str) -> AbstractContextManager[Any]:
 
 
 def keep_freed_memory() -> None:
-    """Make the C library (glibc) keep freed memory: otherwise new pages take each step as long as its arithmetic."""
+    """Make the C library (glibc) keep freed memory: otherwise new pages take as long as a step's arithmetic."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             c_library = ctypes.CDLL(None)
@@ -191,7 +191,7 @@ def keep_freed_memory() -> None:
 
 
 def compute_mean_accepted(guess_is_right: Tensor) -> list[float]:
-    """Return the mean number of right guesses before the first wrong one, for 1, 2, … guesses: right (n, guesses)."""
+    """Return how many of the first 1, 2, … guesses come before the first wrong one, on average: right (n, guesses)."""
     return [round(mean, 4) for mean in guess_is_right.cumprod(1).mean(0).cumsum(0).tolist()]
 
 

@@ -60,7 +60,7 @@ def make_attention_mask(is_hidden: Tensor) -> Tensor:
 
 
 def select_step_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
-    """Return the rows of one of the batch's ``values`` for a step to guess."""
+    """Return the rows of one of the batch's ``values`` that a step guesses."""
     if step == 0:
         return values
     return values[batch.deep_entries + step]

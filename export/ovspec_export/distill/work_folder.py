@@ -55,7 +55,7 @@ class DistillSettings:
 
 @dataclass(frozen=True)
 class WorkHeader:
-    """The settings of the command that started the work, and an id for its result."""
+    """The settings of the command that started the work, and an id that tells its result from others."""
 
     run: str
     settings: DistillSettings
@@ -231,7 +231,7 @@ def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> It
 
 
 def delete_work_folder(work_folder: WorkFolder) -> None:
-    """Delete a work folder; its identifying file goes last."""
+    """Delete a work folder; the file that identifies it goes last."""
     for path in work_folder.path.iterdir():
         if path.name not in (SETTINGS_FILE, LOCK_FILE):
             if path.is_dir():

@@ -97,7 +97,7 @@ def run_on_cluster(
 
 @dataclass
 class GroupReader:
-    """Reads the unfinished files, here or on the machines of the cluster, to which Ray copies it.
+    """Reads the unfinished files, here or on other machines of the cluster, to which Ray copies the reader.
 
     numbers, finished_keys: see ``ResultCollector``.
     requests: used instead of a file.
@@ -136,7 +136,7 @@ class GroupReader:
 def start_worker(
     worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, cpus: int, worker_number: int
 ) -> Any:
-    """Start an actor without restarts by Ray, which would never end."""
+    """Start an actor that Ray doesn't restart; it would do so for ever."""
     actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
     actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
     return ray.remote(**actor_options)(Worker).remote(worker_setup, reference, worker_number)

@@ -49,10 +49,10 @@ class WorkerPool:
     """Runs groups of requests with ``worker_count`` workers, started by number by ``start_worker``.
 
     A worker that dies while loading is left out; a worker that dies later is replaced. Its groups run last, each alone;
-    after a second death a group runs line by line, and the line being run at another death gets an error.
+    a group whose worker dies again runs line by line, and a line whose worker dies then gets an error.
 
     Args:
-        start_worker: returns an actor of Ray with the methods of ``Worker``, without restarts by Ray.
+        start_worker: returns an actor of Ray with the methods of ``Worker``, which Ray doesn't restart.
         mixed_arithmetic: whether each line names its worker's arithmetic.
         model_description: the model and its options, in words.
     """
@@ -68,7 +68,7 @@ class WorkerPool:
         self._workers = list[PoolWorker]()
         self._tasks = dict[ray.ObjectRef, tuple[PoolWorker, RequestGroup | None]]()  # without a group: the worker loads
         self._waiting_groups = deque[RequestGroup]()
-        self._interrupted_groups = deque[RequestGroup]()  # groups of dead workers
+        self._interrupted_groups = deque[RequestGroup]()  # groups whose worker died
         self._finished_groups = list[RequestGroup]()
         for number in range(1, worker_count + 1):
             self._add_worker(number)

@@ -1,4 +1,4 @@
-"""The processors for a process, where several processes share a machine."""
+"""The processors that a process computes on, where several processes share a machine."""
 
 from __future__ import annotations
 

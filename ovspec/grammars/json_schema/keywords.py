@@ -1,4 +1,4 @@
-"""Reads the keywords of a JSON schema without references to other schemas, and lists the rest."""
+"""Reads the keywords of a JSON schema that refer to no other schema, and lists those that do."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
     search_pattern, shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
 )  # fmt: skip
 
-# Keywords without a restriction of their own, alone or next to a $ref.
+# Keywords that restrict no value, alone or next to a $ref.
 UNRESTRICTING_KEYWORDS = {*ANNOTATION_KEYWORDS, "$defs", "definitions"}
 MAX_ALTERNATIVES = 400  # of one type
 
@@ -86,7 +86,7 @@ class SchemaGraph:
         self.root_node = self.make_node(root, "#")
 
     def make_node(self, schema: JsonObject | bool, pointer: str) -> SchemaNode:
-        """Return the node of the values of ``schema``, at this JSON pointer."""
+        """Return the node of the values that match ``schema``, which is at this JSON pointer."""
         passed_ids = set[int]()
         while isinstance(schema, dict) and "$ref" in schema:
             # Until draft 7, keywords next to a $ref are ignored.
@@ -105,17 +105,17 @@ class SchemaGraph:
         return frozenset({(self._numbers_by_schema[schema_text], True)})
 
     def make_reference_node(self, reference: str, pointer: str) -> SchemaNode:
-        """Return the node of the schema under a reference at this JSON pointer."""
+        """Return the node of the schema that a reference at this JSON pointer refers to."""
         return self.make_node(*resolve_reference(self._root, reference, pointer))
 
     def make_list_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> list[SchemaNode]:
-        """Return the nodes of the schemas in a keyword's list, if any."""
+        """Return the nodes of the schemas that a keyword lists, if it is there."""
         return [
             self.make_node(subschema, f"{pointer}/{keyword}/{i}") for i, subschema in enumerate(schema.get(keyword, ()))
         ]
 
     def make_named_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> dict[str, SchemaNode]:
-        """Return the nodes of the schemas in a keyword's mapping, if any, by name."""
+        """Return the nodes of the schemas that a keyword maps names to, if it is there."""
         subschemas = schema.get(keyword, {}).items()
         return {
             property_name: self.make_node(subschema, f"{pointer}/{keyword}/{property_name}")
@@ -123,7 +123,7 @@ class SchemaGraph:
         }
 
     def negate_node(self, node: SchemaNode) -> SchemaNode:
-        """Return the node of the values excluded by a node made by ``make_node``."""
+        """Return the node of the values that don't match a node made by ``make_node``."""
         if not node:
             return NO_VALUE
         return frozenset((schema_number, not must_match) for schema_number, must_match in node)
@@ -161,7 +161,7 @@ class SchemaGraph:
         return first_unenforceable
 
     def unenforceable_shape(self, pointer: str, reason: str, *json_types: str) -> ValueShape:
-        """Return the shape for an unenforceable keyword on values of these types (all if none)."""
+        """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""
         if self.lenient:
             return ANY_SHAPE
         unenforceable = UnenforceableValues(pointer, reason, "negated" in reason)
@@ -225,7 +225,7 @@ class SchemaGraph:
         return requirements
 
     def _gather_unions(self, schema: JsonObject, pointer: str, requirements: ValueRequirements) -> list[SchemaNode]:
-        """Add the unions of a schema to ``requirements``; return the nodes to match in any case."""
+        """Add the unions of a schema to ``requirements``; return the nodes that a value must match in any case."""
         required_nodes = self.make_list_nodes(schema, "allOf", pointer)
         for keyword in REFERENCE_KEYWORDS:
             if keyword in schema:
@@ -358,7 +358,7 @@ class SchemaGraph:
         return check_alternative_count(unite_shapes(*exclusive_shapes))
 
     def _complement_branch(self, node: SchemaNode, pointer: str) -> ValueShape:
-        """Return the shape of the values excluded by ``node``, an option of a oneOf."""
+        """Return the shape of the values that don't match ``node``, an option of a oneOf."""
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
             enforceable = tuple(option for option in alternatives if not isinstance(option, UnenforceableValues))
@@ -376,7 +376,7 @@ class SchemaGraph:
 
 
 def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> ValueShape:
-    """Return the shape from the keywords for single types."""
+    """Return the shape that the keywords for single types describe."""
     readers: dict[str, Callable[[], Alternative | None]] = {
         **JSON_TYPES,
         "number": lambda: read_allowed_numbers(schema),
@@ -501,7 +501,7 @@ def unenforceable_negation(pointer: str, json_type: str, graph: SchemaGraph) -> 
 
 
 def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> ValueShape:
-    """Return the shape of the values of all other types."""
+    """Return the shape of the values that have none of these types."""
     by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
         reason = "numbers that aren't integers can't be told apart"

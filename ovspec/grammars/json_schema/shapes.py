@@ -11,7 +11,7 @@ from math import inf, lcm
 from ovspec.base.json_types import JsonValue
 from ovspec.grammars.json_schema.checking import is_number
 
-# The numbers of schemas (see ``SchemaGraph``) for a value to match (True) or not (False).
+# The numbers of schemas (see ``SchemaGraph``) that a value must match (True) or must not match (False).
 SchemaNode = frozenset[tuple[int, bool]]
 ANY_VALUE: SchemaNode = frozenset()
 NO_VALUE: SchemaNode = frozenset({(0, True)})
@@ -19,10 +19,10 @@ NO_VALUE: SchemaNode = frozenset({(0, True)})
 
 @dataclass(frozen=True)
 class UnenforceableValues:
-    """Values that can't be told apart from forbidden values during generation.
+    """Values that can't be told apart from forbidden ones during generation.
 
-    ``dispensable``: leaving them out forbids only values that break an optional schema. ``non_integers``: they are
-    numbers, but not integers.
+    ``dispensable``: leaving them out forbids only values that break a schema that needn't match. ``non_integers``: they
+    are numbers, but not integers.
     """
 
     pointer: str  # JSON pointer of the keyword
@@ -177,7 +177,7 @@ def shape_of_type(json_type: str, *alternatives: Alternative) -> ValueShape:
 
 
 def shape_if_type(json_type: str, *alternatives: Alternative) -> ValueShape:
-    """Return the shape of values from ``alternatives`` if they are of this type; others are free."""
+    """Return the shape of values that have one of ``alternatives`` if they are of this type; others are free."""
     return ValueShape({**ANY_SHAPE.by_type, json_type: alternatives})
 
 
@@ -192,7 +192,7 @@ def unite_shapes(*shapes: ValueShape) -> ValueShape:
 
 
 def join_nodes(*nodes: SchemaNode) -> SchemaNode:
-    """Return the node of the values in all ``nodes``."""
+    """Return the node of the values that match all ``nodes``."""
     joined_conditions = frozenset().union(*nodes)
     if joined_conditions >= NO_VALUE or any(
         (schema_number, not must_match) in joined_conditions for schema_number, must_match in joined_conditions
@@ -306,7 +306,7 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
         for property_name in property_names
     )
     first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
-    # A name with a pattern of only one side is unlisted on the other; if it also has a pattern there, this is stricter
+    # A name with a pattern of one side only is unlisted on the other; if it has a pattern there too, this is stricter
     # than necessary.
     patterns = tuple(
         (
@@ -367,7 +367,7 @@ def to_decimal(value: int | float) -> Decimal:
 
 
 def close_object(objects: Objects) -> Objects:
-    """Return the objects without names unknown to their schema, if it lists any."""
+    """Return the objects without names that their schema doesn't mention, if it lists any."""
     if objects.unlisted_is_default and objects.properties:
         return replace(objects, unlisted_node=NO_VALUE, unlisted_is_default=False)
     return objects

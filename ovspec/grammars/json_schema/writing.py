@@ -46,8 +46,8 @@ class RuleWriter:
     """Writes rules and terminals, each content once.
 
     ``are_disjoint_patterns``: returns whether no string matches both patterns. ``allows_repeats``: whether the grammar
-    allows duplicates in arrays with unique items, see ``item_tracks``. ``pending_nodes``: nodes with a named rule still
-    to be written.
+    allows duplicates in arrays with unique items, see ``item_tracks``. ``pending_nodes``: nodes whose rules are named
+    but not written yet.
     """
 
     graph: SchemaGraph
@@ -171,7 +171,7 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
 
 
 def write_node_alternatives(rules: RuleWriter, node: SchemaNode, close_objects: bool) -> str:
-    """Return the alternatives of a node; raises OvspecError for an unenforceable but required alternative."""
+    """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
     expressions: dict[str, None] = {}
     for alternatives in rules.graph.find_shape(node).by_type.values():
         enforceable = [alternative for alternative in alternatives if not isinstance(alternative, UnenforceableValues)]
@@ -279,7 +279,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
         for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
             key_strings = replace(strings, excluded=strings.excluded | listed_names, absent_patterns=absent_patterns)
-            # Where the names without any of the patterns can't be described, there are none.
+            # If the names that match none of the patterns can't be described, there are no others.
             compared_patterns = [*key_strings.absent_patterns, *(key_strings.patterns if property_patterns else ())]
             if None not in map(make_json_string_expression, compared_patterns):
                 property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
@@ -319,7 +319,7 @@ def write_items_after_prefix(rules: RuleWriter, arrays: Arrays, comma: str) -> s
 
 
 def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
-    """Return the expressions of all possible items of an array; None if they aren't few."""
+    """Return the expressions of all possible items of an array; None if they are many."""
     if arrays.prefix or rules.graph.fits_no_value(arrays.items):
         return None
     value_expressions: list[str] = []
@@ -462,7 +462,7 @@ def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
 
 
 def size_quantifier(strings: Strings) -> str:
-    """Return the repetition of a character for an expression with the right lengths."""
+    """Return the repetition of a character that gives an expression the right lengths."""
     if strings.max_size < inf:
         return f"{{{strings.min_size},{strings.max_size}}}"
     return f"{{{strings.min_size},}}" if strings.min_size else "*"
