@@ -113,7 +113,7 @@ class InferenceCosts:
     def note_untimed_inference(self, width: int, read_prompt: bool = False) -> None:
         """Note an inference of ``width`` tokens without a usable time.
 
-        If it was a prefill, the context length is new, and so are all costs alike: they follow almost as at first.
+        If it was a prefill, the new context length changes all costs alike: they adapt almost as fast as at first.
         """
         self._last_width = width
         if read_prompt:
