@@ -44,7 +44,7 @@ CALQUES = {
 }
 WORDED_LIKE_A_SENTENCE = re.compile(r"[A-Z`{]|--")
 SENTENCE_END = re.compile(r"[.?}]$")
-MAKERS_OF_PARTS = {"NotPaged", "ValueError"}  # their messages go into others
+MAKERS_OF_PARTS = {"NotPaged", "PagedCheck", "ValueError"}  # their messages go into others
 
 
 def raised_sentences() -> Iterator[tuple[str, str]]:
@@ -94,6 +94,7 @@ def test_no_message_has_a_calque(calque: str, messages: set[str]) -> None:
 def test_messages_in_all_their_forms_are_found() -> None:
     source = """
 KEEP_ADVICE = "keep the old file"
+NO_TOY = "There is no toy."
 WORDINGS_FAILURES = {"no space left": "the disk is full"}
 class ToyError(Exception):
     def __init__(self):
@@ -103,10 +104,13 @@ def check(size):
     if size:
         raise ToyError(f"The toy {problem}; remove one.")
     raise_usage_error_if(size, "--size needs --toy.")
+    raise ToyError(NO_TOY)
     return re.sub("a pattern of words", "", size)
 """
-    assert set(english.messages_in(ast.parse(source))) == {
+    tree = ast.parse(source)
+    assert set(english.messages_in(tree, set(english.constants_in_errors(tree)))) == {
         "keep the old file",
+        "There is no toy.",
         "the disk is full",
         "The toy is broken.",
         "has {size} parts",

@@ -140,7 +140,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
     except json.JSONDecodeError as error:
         error_message = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
-        error_message = "The line has half of a surrogate pair (\\ud800 to \\udfff), which is not valid Unicode."
+        error_message = "The line has an unpaired surrogate (\\ud800 to \\udfff); remove it."
     except (ValueError, RecursionError):
         error_message = "The line is nested too deeply, or a number in it has too many digits."
     except OvspecError as error:

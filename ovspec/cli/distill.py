@@ -92,7 +92,7 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
     raise_usage_error_if(trim_vocabulary and not draft, "--trim-vocabulary works only on draft models; add --draft.")
     from ovspec.setup.exporting import import_export_package
 
-    message = "Error: ended by SIGTERM; the same command goes on."
+    message = "Error: stopped by SIGTERM; run the same command to continue."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # runs clean-up code; no library catches it
     package = import_export_package("Distilling")
     distill_options = package.DistillOptions(model, trim_vocabulary=trim_vocabulary, draft=draft, **options)

@@ -30,7 +30,7 @@ ERROR_DESCRIPTIONS: dict[int | str, str] = {
 
 
 def describe_error_responses(path: str) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a path that are errors, for the OpenAPI document."""
+    """Return the error responses of a path, for the OpenAPI document."""
     error_model = AnthropicErrorBody if is_anthropic_path(path) else OpenAIErrorBody
     return {
         status: {"model": error_model, "description": description} for status, description in ERROR_DESCRIPTIONS.items()
@@ -38,7 +38,7 @@ def describe_error_responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def make_openapi_document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, which also says which unknown fields are refused."""
+    """Return the OpenAPI document, including refused unknown fields."""
     document = FastAPI.openapi(app)
     schemas = document["components"]["schemas"]
     for body_type in (*BODY_TYPES.values(), StreamOptions):

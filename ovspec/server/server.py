@@ -29,13 +29,13 @@ from ovspec.server.context import ServerContext
 from ovspec.server.http_protocol import make_uvicorn_config, raise_open_file_limit
 from ovspec.text.generation_config import format_sampling
 
-# The engine's thread must not wait for the 5 ms that Python grants other threads.
+# Python's default of 5 ms would delay the engine's thread.
 THREAD_SWITCH_SECONDS = 0.0005
 KEY_VARIABLE = "OVSPEC_API_KEY"
 
 
 def read_api_keys(key_file: Path | None) -> list[str]:
-    """Return the keys that clients may use: in ``key_file``, or in OVSPEC_API_KEY."""
+    """Return the valid API keys, from ``key_file`` or OVSPEC_API_KEY."""
     key_lines = read_text(key_file).splitlines() if key_file else [os.environ.get(KEY_VARIABLE, "")]
     keys = [key_line.strip() for key_line in key_lines if key_line.strip()]
     if key_file and not keys:
@@ -49,7 +49,7 @@ def read_api_keys(key_file: Path | None) -> list[str]:
 
 
 def check_option_combinations(options: ServeParams, keys: list[str]) -> None:
-    """Raise OvspecError for options that can't be combined, before a model is loaded."""
+    """Raise OvspecError for conflicting options, before a model is loaded."""
     if not is_loopback(options.host) and not keys and not options.insecure:
         raise OvspecError(
             f"`host` is {options.host}, so anyone could use the server without a key; set `api_key_file`, or set "
@@ -63,7 +63,7 @@ def check_option_combinations(options: ServeParams, keys: list[str]) -> None:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address; raises OvspecError if that isn't possible."""
+    """Return a socket bound to an address; raises OvspecError if binding fails."""
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     dualstack = is_ipv6 and socket.has_dualstack_ipv6()
@@ -75,7 +75,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server. The first signal lets running requests end, the second ends them, the third doesn't wait."""
+    """uvicorn's server. The first signal waits for running requests, the second ends them, the third exits at once."""
 
     def __init__(self, config: uvicorn.Config, admission: Admission, greeting: str) -> None:
         super().__init__(config)
@@ -139,7 +139,7 @@ def serve(
 
 
 def make_greeting(context: ServerContext, listener: socket.socket) -> str:
-    """Return the lines that show a user the server's address and its way of computing."""
+    """Return the lines with the server's address and settings."""
     lm = context.lm
     host, port = listener.getsockname()[:2]
     if ":" in host:
@@ -156,7 +156,7 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
 
 
 def end_process(exit_status: int) -> None:
-    """End the process without waiting for its threads, nor for grammars that its own processes check."""
+    """End the process without waiting for its threads or child processes."""
     for child_process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has just ended
             child_process.kill()
@@ -166,7 +166,7 @@ def end_process(exit_status: int) -> None:
 
 
 def find_route_path(api_app: FastAPI, scope: Scope) -> str:
-    """Return the endpoint that a request is for, such as /v1/models/{name}; "other" if there is none."""
+    """Return a request's endpoint, such as /v1/models/{name}; "other" for unknown paths."""
     for route in api_app.routes:
         if isinstance(route, APIRoute) and route.matches(scope)[0] is not Match.NONE:
             return route.path_format

@@ -208,7 +208,7 @@ def end_by_exit_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    message = "Error: the export was ended by SIGTERM; the same command goes on."
+    message = "Error: the export was stopped by SIGTERM; run the same command to continue."
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))
     try:
         yield

@@ -97,7 +97,7 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
         ]
         check_setting = f"{check_setting} {properties}"
     elif device != "CPU":
-        return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
+        return PagedCheck(False, f"the paged engine needs a CPU or a GPU, but the device is {device}")
     check_file = find_findings_file("engines", folder, check_setting, options.cache_folder, device)
     check_function = check_paged_logits
     if is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16":  # may crash
@@ -116,7 +116,7 @@ def check_paged_logits_in_process(folder: Path, options: DeviceOptions) -> Paged
         return PagedCheck(**json.loads(process.stdout.splitlines()[-1]))
     fault = name_fault_signal(process.returncode) or "an error"
     kv_precision = make_compile_properties(options).get("KV_CACHE_PRECISION")
-    return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kv_precision} KV cache")
+    return PagedCheck(False, f"OpenVINO crashes ({fault}) when it runs the model with a {kv_precision} KV cache")
 
 
 def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:

@@ -213,8 +213,8 @@ def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path, monkeypatch: py
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
     loaded = load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
-    assert loaded.engine_reason == "the paged engine runs on a CPU or a GPU only, and the device is AUTO:CPU"
-    with pytest.raises(ovspec.OvspecError, match="can't be used: the paged engine runs on a CPU or a GPU only"):
+    assert loaded.engine_reason == "the paged engine needs a CPU or a GPU, but the device is AUTO:CPU"
+    with pytest.raises(ovspec.OvspecError, match="can't be used: the paged engine needs a CPU or a GPU"):
         load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 

@@ -12,7 +12,7 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import click
@@ -25,7 +25,8 @@ CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 MAX_RELATIVE_WORDS = 1.5  # per 100
 # In the names of functions that make messages.
 MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field")
-ERROR_CLASS = re.compile(r"Error$|^NotPaged$|^Sandbox.*(Died|Exceeded)$|^raise_usage_error_if$")
+ERROR_CLASS = re.compile(r"Error$|^(NotPaged|PagedCheck)$|^Sandbox.*(Died|Exceeded)$|^raise_usage_error_if$")
+MESSAGE_VARIABLE = re.compile(r"(^|_)(message|problem|reason|refusal|sentence)$")
 MESSAGE_CONSTANT = re.compile(
     r"(_ADVICE|_ERRORS?|_FAILURES|_REASONS|_WORDINGS|_FORMATS|_INSTEAD|_MODEL_KINDS)$|^(UNSUPPORTED|UNUSABLE|NOT_AN)"
 )
@@ -102,8 +103,9 @@ def messages_of(function: Function) -> Iterator[str]:
     errors = [node for node in nodes if isinstance(node, ast.Raise) or ERROR_CLASS.search(name_of(node))]
     names = {name.id for error in errors for name in ast.walk(error) if isinstance(name, ast.Name)}
     for node in nodes:
-        is_named = isinstance(node, ast.Assign) and any(getattr(name, "id", "") in names for name in node.targets)
-        if is_named or node in errors:
+        targets = [getattr(target, "id", "") for target in node.targets] if isinstance(node, ast.Assign) else []
+        is_part = any(name in names or MESSAGE_VARIABLE.search(name) for name in targets)
+        if is_part or node in errors:
             yield from outer_strings(node)
 
 
@@ -114,10 +116,19 @@ def messages_of_class(error_class: ast.ClassDef) -> Iterator[str]:
         yield from (text for call in calls for text in outer_strings(call))
 
 
-def messages_of_constant(assignment: ast.Assign | ast.AnnAssign) -> Iterator[str]:
-    """Yield the strings of a module's constant whose name says that they are parts of messages."""
+def constants_in_errors(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the constants that errors are made with."""
+    errors = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) or ERROR_CLASS.search(name_of(node))]
+    yield from (
+        name.id for error in errors for name in ast.walk(error) if isinstance(name, ast.Name) and name.id.isupper()
+    )
+
+
+def messages_of_constant(assignment: ast.Assign | ast.AnnAssign, used_names: Set[str]) -> Iterator[str]:
+    """Yield the strings of a module's constant if it is among ``used_names``, or its name says what it is."""
     targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
-    if not assignment.value or not any(MESSAGE_CONSTANT.search(getattr(target, "id", "")) for target in targets):
+    names = [getattr(target, "id", "") for target in targets]
+    if not assignment.value or not any(name in used_names or MESSAGE_CONSTANT.search(name) for name in names):
         return
     match assignment.value:
         case ast.Tuple(elts=[ast.Tuple(), *_] as pairs):  # of a pattern and the message for it
@@ -126,11 +137,14 @@ def messages_of_constant(assignment: ast.Assign | ast.AnnAssign) -> Iterator[str
             yield from outer_strings(value)
 
 
-def messages_in(tree: ast.Module) -> Iterator[str]:
-    """Yield the messages in a file, in no particular order, some of them twice."""
+def messages_in(tree: ast.Module, used_names: Set[str]) -> Iterator[str]:
+    """Yield the messages in a file, in no particular order, some of them twice.
+
+    used_names: the constants that errors are made with, in all files.
+    """
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            yield from messages_of_constant(node)
+            yield from messages_of_constant(node, used_names)
     for node in ast.walk(tree):
         if isinstance(node, Function):
             yield from messages_of(node)
@@ -145,13 +159,17 @@ def is_message(text: str) -> bool:
 
 def messages() -> dict[str, list[str]]:
     """Return the messages of the errors in each file, each once."""
+    trees = {
+        file.relative_to(ROOT).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for package in ("ovspec", "export/ovspec_export")
+        for file in sorted((ROOT / package).rglob("*.py"))
+    }
+    used_names = {name for tree in trees.values() for name in constants_in_errors(tree)}
     found: dict[str, list[str]] = {}
-    for package in ("ovspec", "export/ovspec_export"):
-        for file in sorted((ROOT / package).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            texts = dict.fromkeys(" ".join(text.split()) for text in messages_in(tree))
-            if texts := [text for text in texts if is_message(text)]:
-                found[file.relative_to(ROOT).as_posix()] = texts
+    for path, tree in trees.items():
+        texts = dict.fromkeys(" ".join(text.split()) for text in messages_in(tree, used_names))
+        if texts := [text for text in texts if is_message(text)]:
+            found[path] = texts
     return found
 
 

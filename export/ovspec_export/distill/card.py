@@ -83,7 +83,7 @@ def write_record_and_card(record: ResultRecord, result_name: str, folder: Path) 
 def format_card(record: ResultRecord, result_name: str) -> str:
     """Return the card of the result called ``result_name``."""
     revision_note = f", revision {record.revision[:12]}" if record.revision else ""
-    origin_sentence = f" It was made of {record.draft}." if record.draft else ""
+    origin_sentence = f" It was made from {record.draft}." if record.draft else ""
     head_sentence = (
         " It reads the model's own hidden states and works with no other model."
         if record.kind in ("head", "mtp")

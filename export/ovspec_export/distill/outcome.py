@@ -98,6 +98,6 @@ def write_partial_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
     elif work_folder.has_result:
         export_result(plan, work_folder)
         write_result(plan, work_folder, make_result_record(plan, work_folder, False, []))
-        print_note(f"{plan.output}: the result so far; the same command goes on")
+        print_note(f"{plan.output}: the result so far; run the same command to continue")
     else:
-        print_note(f"{plan.result_name}: stopped before anything was trained; the same command goes on")
+        print_note(f"{plan.result_name}: stopped before any training; run the same command to continue")

@@ -332,7 +332,7 @@ class SchemaGraph:
             return objects
         if self.lenient:
             return replace(objects, min_size=possible_count + may_have_unlisted)
-        reason = f"minProperties {objects.min_size} can't be enforced for names that aren't listed"
+        reason = f"minProperties {objects.min_size} can't be enforced for unlisted names"
         return UnenforceableValues("#", reason) if may_have_unlisted else None
 
     def _make_name_test(self, names: SchemaNode) -> Callable[[str], bool]:
@@ -362,7 +362,7 @@ class SchemaGraph:
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
             enforceable = tuple(option for option in alternatives if not isinstance(option, UnenforceableValues))
-            reason = "its options may overlap, which can't be enforced"
+            reason = "its options may overlap, so they can't be enforced"
             by_type[json_type] = enforceable or (UnenforceableValues(pointer, reason),)
         return ValueShape(by_type)
 
@@ -504,7 +504,7 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
     """Return the shape of the values that have none of these types."""
     by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
-        reason = "numbers that aren't integers can't be told apart"
+        reason = "integers and other numbers can't be distinguished"
         (number_alternative,) = graph.unenforceable_shape(pointer, reason, "number").by_type["number"]
         if isinstance(number_alternative, UnenforceableValues):
             number_alternative = replace(number_alternative, non_integers=True)

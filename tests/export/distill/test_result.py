@@ -226,5 +226,5 @@ def test_the_card() -> None:
     assert "Not finished" not in text
     bare = ResultRecord("1", "draft", "model", None, "small", False, {}, 0, {}, DocumentCounts(), "A processor")
     text = format_card(bare, "my-draft")
-    assert "It was made of small." in text and "**Not finished**" in text
+    assert "It was made from small." in text and "**Not finished**" in text
     assert "Agreement" not in text and "What it brings" not in text and "hidden states" not in text

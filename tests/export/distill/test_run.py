@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_there_is(
     else:
         assert distil.run() == 130
         told = capsys.readouterr().err.splitlines()[-1]
-        assert told.endswith("the same command goes on")
+        assert told.endswith("run the same command to continue")
     trained = job in ("train_head", "measure_gain")
     made = read_record(distil.output)
     assert (made is not None) == trained
@@ -233,7 +233,7 @@ def test_signals_end_the_command(distil: Distilling, number: int, code: int) -> 
     process.send_signal(number)
     _, told = process.communicate(timeout=30)
     assert process.returncode == code, told
-    assert told.strip().endswith("the same command goes on" + "." * (number == signal.SIGTERM))
+    assert told.strip().endswith("run the same command to continue" + "." * (number == signal.SIGTERM))
     assert "Traceback" not in told
     assert distil.output.is_dir() == (number == signal.SIGINT)
 
