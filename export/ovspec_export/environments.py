@@ -178,7 +178,7 @@ def install_wheels(environment: Environment, families: str) -> int:
         if process.returncode:
             reason = describe_install_failure(process)
             wheel_names = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
-            incomplete_note = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
+            incomplete_note = f"The folder {folder.name} is incomplete. " if folder.exists() else ""
             raise OvspecError(
                 f"Exporting {families} needs {wheel_names}, which could not be installed into {folder.parent} "
                 f"({reason}). {incomplete_note}Without a network, run 'ovspec export --prepare {families}' on "

@@ -186,7 +186,7 @@ def answer_message(conversation: Conversation, text: str) -> None:
         else:
             conversation.session.rewind(mark_before)
     if not has_answer:
-        print_dim_line("There is no answer yet; your message was taken back.")
+        print_dim_line("The message got no answer, so it was taken back.")
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def run_chat_command(conversation: Conversation, command_name: str, argument: st
     """Run a command, a line with a leading slash."""
     if command_name not in CHAT_COMMANDS:
         print_dim_line(
-            f"There is no command {command_name}; /help lists them. Put a space in front to send it as a message."
+            f"There is no command {command_name}; /help lists all commands. Start with a space to send it as a message."
         )
         return
     metavar, _, run_command = CHAT_COMMANDS[command_name]

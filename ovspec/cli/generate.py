@@ -114,12 +114,12 @@ def generate(
     raise_usage_error_if(params.logprobs is not None and not as_json, "--logprobs needs --json.")
     several_texts = params.n > 1 or params.retries
     if compare:
-        raise_usage_error_if(not draft, "--compare needs a draft; leave --draft none out.")
+        raise_usage_error_if(not draft, "--compare needs a draft; leave out --draft none.")
         check_comparable(params)
     flag = "--session" if session else "--context"
     raise_usage_error_if((session or context) and compare, f"{flag} can't be combined with --compare.")
     raise_usage_error_if(
-        (session or context) and several_texts, f"{flag} needs a single text; leave --samples and --retries out."
+        (session or context) and several_texts, f"{flag} needs a single text; leave out --samples and --retries."
     )
 
     from ovspec.cli import output
@@ -145,7 +145,7 @@ def generate(
     typed_prompt = (prompt_argument or prompt_option) if model and not (is_raw_prompt or as_json) else None
     if compare:
         load_options.setdefault("cache_memory", 0)  # each turn reads its prompt
-    lm = load_model(folder, session=session, chat_remedy="leave --chat out" if chat else None, **load_options)
+    lm = load_model(folder, session=session, chat_remedy="leave out --chat" if chat else None, **load_options)
     if compare:
         assert prompt is not None  # only --session allows None
         if not print_comparison(lm, prompt, params, stats, as_json):
@@ -189,7 +189,7 @@ def check_comparable(params: Params) -> None:
     )
     raise_usage_error_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
     raise_usage_error_if(
-        params.n > 1 or params.retries, "--compare needs a single text; leave --samples and --retries out."
+        params.n > 1 or params.retries, "--compare needs a single text; leave out --samples and --retries."
     )
     refuse_zero_max_tokens(params, "--compare")
 
@@ -199,7 +199,9 @@ def suggest_chat_flag(lm: LanguageModel, prompt: str | None) -> None:
     if prompt and on_terminal() and not lm.tokenizer.contains_special_name(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
             _ = lm.runtime.prompt_encoder.chat_format
-            chat_hint = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
+            chat_hint = (
+                "The prompt was continued as plain text; --chat sends it as a chat message, --raw hides this note."
+            )
             click.secho(chat_hint, dim=True, err=True)
 
 

@@ -68,4 +68,4 @@ def inspect(
         "\n".join(line for name, model in descriptions.items() for line in inspection.format_inspection(name, model))
     )
     if verify:
-        click.echo("All files have the checksums they were exported with.")
+        click.echo("All files match the checksums from their export.")

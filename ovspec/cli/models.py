@@ -78,7 +78,7 @@ def print_models() -> None:
 
     folders = model_store.list_entry_folders()
     if not folders:
-        click.echo("No model was exported by name yet; 'ovspec chat MODEL' does it.", err=True)
+        click.echo("The cache has no models yet; 'ovspec chat MODEL' exports and keeps MODEL.", err=True)
         return
     rows = [
         ("NAME", "SOURCE", "FORMAT", "SIZE", "LAST USED", "DRAFT"),

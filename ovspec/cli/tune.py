@@ -167,7 +167,7 @@ def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
         return []
     own_format, *other_formats = formats_ms
     time_shares = {weight_format: formats_ms[weight_format] / formats_ms[own_format] for weight_format in other_formats}
-    advice_lines = [f"its weights are {own_format}; matrix products take with weights in other formats:"]
+    advice_lines = [f"weight format: {own_format}; relative time of matrix products in other formats:"]
     advice_lines += [
         f"  {weight_format}: {time_share:.2f}x the time" for weight_format, time_share in time_shares.items()
     ]
@@ -182,4 +182,4 @@ def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
         f"an export with {find_export_options(weight_format)} should generate faster here"
         for weight_format in worthwhile_formats
     ]
-    return advice_lines + ["  (--evaluate tells what each loses)"] * bool(worthwhile_formats)
+    return advice_lines + ["  (measure the loss of accuracy with --evaluate)"] * bool(worthwhile_formats)

@@ -144,7 +144,7 @@ def describe_mistakes(lm: LanguageModel, verification: Verification, identity: J
     recorded_system = identity.get("system", this_system)
     if recorded_system != this_system:
         mistake_lines.append(
-            f"made on {recorded_system}, and this is {this_system}, which may round otherwise; "
+            f"made on {recorded_system}, but this is {this_system}, which may round differently; "
             f"check it on {recorded_system}"
         )
     if verification.problem:

@@ -73,7 +73,7 @@ def parse_tool(tool: JsonValue) -> JsonObject:
     if not isinstance(parameters, (Mapping, type(None))):
         raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, as an object.")
     if not isinstance(function.get("strict", False), (bool, type(None))):
-        raise OvspecError(f"`tools`: strict of {name} must be true or false.")
+        raise OvspecError(f"`tools`: the field strict of {name} must be true or false.")
     if not isinstance(function.get("description") or "", str):
         raise OvspecError(f"`tools`: the description of {name} must be a string.")
     function_fields = {key: value for key, value in function.items() if key != "type" and value is not None}

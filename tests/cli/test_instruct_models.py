@@ -14,7 +14,7 @@ from ovspec.cli import generate as command_module
 
 SHORT = ("-n", "6", "--engine", "stateful", "--arithmetic", "fast")  # which loads fastest
 QUESTION = "What is the capital of France?"
-ASKED = "--chat asks it as a chat"
+ASKED = "--chat sends it as a chat message"
 RECOMMENDED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20}
 
 
@@ -152,7 +152,7 @@ def test_a_base_model_is_for_generate(
     told = f"{base}: a base model without a chat template; "
     for command, instead in (
         (("chat", base), "continue a text with 'ovspec generate'"),
-        (("generate", base, "hi", "--chat"), "leave --chat out"),
+        (("generate", base, "hi", "--chat"), "leave out --chat"),
     ):
         found = run(*command, *SHORT, stdin="hi\n")
         assert (found.code, found.err) == (1, f"{told}{instead}, or set --chat-template.")
@@ -184,7 +184,7 @@ def test_a_question_in_a_terminal(command_environment: dict[str, str], pair: Pat
     arguments = ["-m", "ovspec", "generate", str(pair), QUESTION, *SHORT]
     child = pexpect.spawn(sys.executable, arguments, env=command_environment, encoding="utf-8", timeout=60)  # type: ignore[arg-type]
     child.setwinsize(40, 200)
-    child.expect("The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out.")
+    child.expect("The prompt was continued as plain text; --chat sends it as a chat message, --raw hides this note.")
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0

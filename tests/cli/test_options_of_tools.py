@@ -75,7 +75,7 @@ def test_commands_that_measure_take_no_draft(run: Callable[..., Outcome], comman
 
 def test_inspect_checks_files(run: Callable[..., Outcome], pair: Path) -> None:
     found = run("inspect", pair, "--verify", "--engine", "stateful", "--arithmetic", "fast")
-    assert "All files have the checksums they were exported with." in found.out
+    assert "All files match the checksums from their export." in found.out
 
 
 def test_a_report_says_how_a_model_runs_here_and_names_no_file(run: Callable[..., Outcome], tmp_path: Path) -> None:

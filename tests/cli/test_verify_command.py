@@ -118,7 +118,7 @@ def test_a_text_of_another_system(run: Run) -> None:
     assert verified(run, data).out == "exact: 20 of 20\n", "it may be right nevertheless"
     data["token_ids"][7] = 77
     first, second = verified(run, data).out.splitlines()[:2]
-    assert "made on Windows AMD64, and this is " in first and first.endswith("; check it on Windows AMD64")
+    assert "made on Windows AMD64, but this is " in first and first.endswith("; check it on Windows AMD64")
     assert "token 8 of 20 is" in second
 
 

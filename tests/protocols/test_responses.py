@@ -196,7 +196,7 @@ def test_what_is_left_out_is_named() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "the role of a message is 'robot'"),
         ({"input": [{"role": "user"}]}, "must be a string or a list of parts"),
         ({"input": [{"text": "x"}]}, "an item of the type None can't be read"),
-        ({"input": [called("a") | {"name": 3}]}, "needs name, a string"),
+        ({"input": [called("a") | {"name": 3}]}, "needs a string as name"),
         ({"input": [called("a") | {"call_id": None}]}, "needs call_id"),
         ({"input": [called("a", namespace=3)]}, "the namespace of a call to go must be a string"),
         ({"input": [HI] + [called("a")] * 1001}, "more than 1000 calls"),

@@ -196,7 +196,7 @@ def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: p
     assert "OpenVINO's own default" in done.stdout
     assert done.stdout.count("\n* ") == 2, "the target's choice and the draft's"
     assert done.stdout.count("chosen for decode") == 2
-    assert done.stdout.count("its weights are int8; matrix products take") == 2
+    assert done.stdout.count("weight format: int8; relative time of matrix products") == 2
     profile = read_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
     assert profile
     assert profile.goal == "decode"

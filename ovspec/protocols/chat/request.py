@@ -232,7 +232,7 @@ def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_message_error(f"a part of the type {part_type} needs {part_type}, a string.")
+        raise make_message_error(f"a part of the type {part_type} needs a string as {part_type}.")
     fields = [field for field in part if part[field] is not None]
     message = f"messages: {{name}} is not a field of a part of the type {part_type}"
     refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, part_type}, message, "messages")

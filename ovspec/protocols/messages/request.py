@@ -253,7 +253,7 @@ def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
 
 def read_block_string(block: JsonObject, field: str) -> str:
     if not isinstance(text := block.get(field), str):
-        raise make_message_error(f"a block of the type {block['type']} needs {field}, a string.")
+        raise make_message_error(f"a block of the type {block['type']} needs a string as {field}.")
     return text
 
 
