@@ -93,7 +93,7 @@ class DrainingServer(uvicorn.Server):
         request_count = self._admission.request_count
         if self._signal_count == 1 and request_count:
             print_note(
-                f"waiting for {request_count} request{'s' * (request_count > 1)} to end; another signal ends them"
+                f"waiting for {request_count} request{'s' * (request_count > 1)} to finish; another signal cancels them"
             )
         elif self._signal_count == 2:
             self._admission.end_all_requests()
@@ -149,9 +149,7 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
     greeting = f"{context.model_names[0]} on http://{host}:{port}/v1 ({settings_text})"
     if context.recommended_sampling:
         sampling = format_sampling(context.recommended_sampling)
-        greeting += (
-            f"\nsampling that a request leaves out is as the model recommends: {sampling}; --temperature 0 for greedy"
-        )
+        greeting += f"\ndefault sampling, as the model recommends: {sampling}; --temperature 0 for greedy"
     return greeting
 
 

@@ -37,7 +37,7 @@ def answer_while_preparing(listener: socket.socket, keys: list[str], insecure: b
     )
     answering_thread.start()
     host, port = listener.getsockname()[:2]
-    print_note(f"{host}:{port} answers with status 503 until the model is ready; /ready says how far that is")
+    print_note(f"{host}:{port} answers with status 503 until the model is ready; /ready reports the progress")
     try:
         yield
     finally:
