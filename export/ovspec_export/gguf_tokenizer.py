@@ -85,7 +85,7 @@ def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer
         )
         pre_name = "default"
     if pre_name not in PRETOKENIZERS:
-        raise OvspecError(f"{name}: unknown pre-tokenizer {quote_shortened(pre_name)}; {CHECKPOINT_ADVICE}.")
+        raise OvspecError(f"{name}: its pre-tokenizer {quote_shortened(pre_name)} is unknown; {CHECKPOINT_ADVICE}.")
     return PRETOKENIZERS[pre_name]
 
 

@@ -154,7 +154,8 @@ class Source:
         outer_family = self.config.get("model_type")
         if self.has_non_text_parts and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer_family), ()):
             raise OvspecError(
-                f"{self.name}: the text model of the family {outer_family} can't be extracted; only {', '.join(TEXT_MODEL_CLASSES)} are supported."
+                f"{self.name}: the text model of the family {outer_family} can't be extracted; only "
+                f"{', '.join(TEXT_MODEL_CLASSES)} are supported."
             )
         return find_family(self.model_type, self.name)
 

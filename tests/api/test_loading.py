@@ -58,7 +58,7 @@ def refused(folder: Path, message: str, **options: Any) -> None:
     [
         ("openvino_model.bin", r"openvino_model\.bin: cut off \(\d+ of \d+ bytes\)"),
         ("openvino_model.xml", r"openvino_model\.xml: cannot be read"),
-        ("openvino_tokenizer.bin", r"openvino_tokenizer\.bin: cut off"),
+        ("openvino_tokenizer.bin", r"openvino_tokenizer\.bin: truncated"),
         ("openvino_tokenizer.xml", r"openvino_tokenizer\.xml: cannot be compiled"),
         ("config.json", "not valid JSON"),
         ("tokenizer.json", "not valid JSON"),

@@ -167,10 +167,10 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 WRONG = {
     "empty": ([], "its draft vocabulary is empty"),
-    "too high": ([0, 5, 4096], "names the token 4096 of 4096"),
-    "below zero": ([-1, 5], "names the token -1 of 4096"),
+    "too high": ([0, 5, 4096], "has token id 4096, but there are 4096 tokens"),
+    "below zero": ([-1, 5], "has token id -1, but there are 4096 tokens"),
     "twice": ([0, 5, 5], "has a duplicate token"),
-    "no numbers": (["a"], "draft_vocabulary.json: not as expected"),
+    "no numbers": (["a"], "draft_vocabulary.json: invalid"),
 }
 
 

@@ -120,7 +120,7 @@ def test_a_draft_of_the_first_layers(tmp_path: Path, cache_dir: Path, reference:
     assert result.token_ids == reference.generate(PROMPTS[0], 24)
     assert result.stats.proposed > 0
     for layers in (0, 5, 9):
-        with pytest.raises(ovspec.OvspecError, match="target has 5 layers, so take 1 to 4"):
+        with pytest.raises(ovspec.OvspecError, match="target has 5 layers, so choose 1 to 4"):
             export_pair(TARGET, None, tmp_path / "other", draft_layers=layers)
 
 
@@ -267,7 +267,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(index), "lists pytorch_model.bin, not a safetensors file"),
         (str(adapter), "an adapter; merge it into its model"),
         (str(elsewhere), "loads code from another repository"),
-        (str(cut_off), "model.safetensors: cut off"),
+        (str(cut_off), "model.safetensors: truncated"),
         (str(nonsense), "not a safetensors file"),
         (
             edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}),

@@ -207,7 +207,7 @@ def test_one_export_at_a_time(tmp_path: Path) -> None:
 def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_disk_space(tmp_path / "not" / "yet" / "there", 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10e6))  # type: ignore[attr-defined]
-    with pytest.raises(ovspec.OvspecError, match=r"needs about \d+\.\d MB there, but only 10\.0 MB are free"):
+    with pytest.raises(ovspec.OvspecError, match=r"needs about \d+\.\d MB there, but only 10\.0 MB is free"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

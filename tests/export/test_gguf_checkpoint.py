@@ -241,7 +241,7 @@ def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
         file = tmp_path / f"model-{number:05}-of-00002.gguf"
         written(file, split__count=2)
     with pytest.raises(
-        OvspecError, match=r"00002-of-00002\.gguf: has the tensor token_embd.weight, which another file"
+        OvspecError, match=r"00002-of-00002\.gguf: its tensor token_embd.weight is also in another file"
     ):
         find_source(str(file))
 
@@ -276,13 +276,13 @@ def written(path: Path, architecture: str = "llama", **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("told", "architecture", "changes"),
     [
-        ("its architecture is 'rwkv7', and ovspec reads only llama, qwen2", "rwkv7", {}),
+        ("its architecture is 'rwkv7', but GGUF files are supported only for llama, qwen2", "rwkv7", {}),
         ("contains an embedding model", "qwen3", {"qwen3__pooling_type": 3}),
         ("contains an embedding model", "bert", {}),
         ("contains an embedding model", "llama", {"llama__attention__causal": False}),
         ("the vision or audio part of a model", "clip", {"general__type": "mmproj"}),
         ("an adapter; merge it", "llama", {"general__type": "adapter"}),
-        ("metadata has llama.expert_count, which ovspec doesn't understand", "llama", {"llama__expert_count": 8}),
+        ("metadata has the unknown entry llama.expert_count", "llama", {"llama__expert_count": 8}),
         ("unknown RoPE scaling 'ntk'", "llama", {"llama__rope__scaling__type": "ntk"}),
         ("rotary embeddings of 24 values per head", "qwen2", {"qwen2__rope__dimension_count": 24}),
     ],
@@ -346,7 +346,7 @@ def test_int4_has_groups_that_fit(files: Path) -> None:
     assert choose_group_size(source, Compression("int4")) == Compression("int4", group_size=64)
     assert choose_group_size(source, Compression("int8")) == Compression("int8")
     assert choose_group_size(source, Compression("int4", group_size=32)).group_size == 32
-    with pytest.raises(OvspecError, match=r"`group_size` is 128, but blk\.\S+ has rows of 64 weights; take 64, or -1"):
+    with pytest.raises(OvspecError, match=r"`group_size` is 128, but blk\.\S+ has rows of 64 weights; use 64, or -1"):
         choose_group_size(source, Compression("int4", awq=True))
 
 

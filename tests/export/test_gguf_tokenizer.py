@@ -350,7 +350,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("pre", "new-pre", "unknown pre-tokenizer 'new-pre'"),
+        ("pre", "new-pre", "pre-tokenizer 'new-pre' is unknown"),
         ("tokens", None, "Expected array, got null"),
         ("tokens", [], "length >= 1"),
         ("tokens", 7, "Expected array, got int"),
@@ -364,7 +364,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
         ("merges", ["a b", "a zz"], "merge 'a zz' doesn't fit"),
         ("merges", ["b a"], "merge 'b a' doesn't fit"),
         ("merges", None, "no merges"),
-        ("eos_token_id", 261, "eos_token_id is 261, and there are 261 tokens"),
+        ("eos_token_id", 261, "eos_token_id is 261, but there are 261 tokens"),
         ("eos_token_id", -1, "eos_token_id is -1"),
         ("eos_token_id", "2", "eos_token_id is 2"),
         ("padding_token_id", "2", "padding_token_id is 2"),
@@ -385,7 +385,7 @@ def test_damage_is_told_in_a_sentence(key: str, value: Any, problem: str) -> Non
     [
         ({"tokenizer.ggml.scores": [1.0]}, "264 tokens have 1 scores"),
         ({"tokenizer.ggml.scores": [float("nan")] * 264}, "a score is not a number"),
-        ({"tokenizer.chat_template": 3}, "'default' is not a text"),
+        ({"tokenizer.chat_template": 3}, "'default' is not text"),
         ({"tokenizer.chat_template.../../x": "{{ messages }}"}, "an invalid name"),
     ],
 )

@@ -446,7 +446,9 @@ def test_a_head_is_read_with_its_target(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, target)
     (target / "config.json").write_text(json.dumps(TARGET_CONFIG | {"num_hidden_layers": 9}), encoding="utf-8")
     head = write_head(tmp_path / "head", target=TARGET_CONFIG)
-    with pytest.raises(OvspecError, match=r"^head: a head can.t be used .*: only 2 of its 9 layers have keys"):
+    with pytest.raises(
+        OvspecError, match=r"^head: a head can.t be used .*: only 2 of its 9 layers have their own keys"
+    ):
         export_pair(str(target), str(head), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -659,7 +661,7 @@ def test_heads_that_cannot_be_read_are_named(tmp_path: Path, one_head: Path) -> 
     for head, message in [
         (empty, "no model.safetensors and no pytorch_model.bin in it"),
         (cut, r"pytorch_model.bin: cannot be read \(not written by torch.save, or truncated\)"),
-        (code, r"pytorch_model.bin: cannot be read \(it holds pathlib.*\); save its tensors as model.safetensors"),
+        (code, r"pytorch_model.bin: cannot be read \(it contains pathlib.*\); save its tensors as model.safetensors"),
         (missing, "model-00002-of-00002.safetensors is missing"),
         (other, "pytorch_model-00002-of-00002.bin is missing"),
     ]:

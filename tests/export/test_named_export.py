@@ -112,7 +112,7 @@ def test_models_of_the_hub_are_measured_before_their_weights_come(tmp_path: Path
         assert shards["name"] == f"org/gguf@{commits['org/gguf']}:Q8_0"
         assert (shards["fetched_bytes"], shards["keeps_weights"]) == (5, True)
         assert (f16["weight_bytes"], f16["keeps_weights"]) == (1, False)
-        listed = "its repository holds the GGUF files UD-Q4_K_XL, f16, q8_0; name one, as org/gguf:UD-Q4_K_XL."
+        listed = "its repository has the GGUF files UD-Q4_K_XL, f16, q8_0; choose one, as in org/gguf:UD-Q4_K_XL."
         assert in_folder["fetched_bytes"] == 4
         assert refusals[0] == f"org/gguf: {listed}"
         assert "has no GGUF file; leave the colon out" in refusals[1]

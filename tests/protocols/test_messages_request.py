@@ -250,7 +250,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [of("user", {"type": []})]}, r"type \[\] can't be read", "messages"),
     ({"messages": [of("user", result(content=5))]}, "each message needs content", "messages"),
     ({"messages": [of("user", {"type": "tool_result", "content": "a"})]}, "needs a tool_use_id", "messages"),
-    ({"messages": [of("user", use())]}, "type tool_use can't be read here; only text, tool_result can", "messages"),
+    ({"messages": [of("user", use())]}, "type tool_use is not supported here; send text, tool_result", "messages"),
     ({"messages": [of("assistant", result()), HI]}, "type tool_result is not supported here", "messages"),
     ({"messages": [of("user", text(5))]}, "type text needs a string as text", "messages"),
     ({"messages": [of("assistant", {**use(), "name": 5}), HI]}, "type tool_use needs a name", "messages"),

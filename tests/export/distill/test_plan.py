@@ -75,7 +75,7 @@ def test_what_is_no_language_model(distil: Distilling) -> None:
     file.write_text(text, encoding="utf-8")
     weights = file.with_suffix(".bin")
     weights.write_bytes(weights.read_bytes()[:1000])
-    refused(distil, "openvino_model.bin: cut off")
+    refused(distil, "openvino_model.bin: truncated")
 
 
 def test_targets_that_have_no_heads(distil: Distilling) -> None:
@@ -118,7 +118,7 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     refused(distil, "`trim_vocabulary` is 9; it must be from 64 to 4096", draft=str(DRAFT), trim_vocabulary=9)
     refused(distil, "`draft_vocabulary` is for heads", draft=str(DRAFT), draft_vocabulary=9)
     refused(distil, "ir: an IR of a head can't be trained", draft=distil.given["ir"])
-    refused(distil, "`kind='mtp'` makes an MTP layer, which `draft` is not", draft=head, kind="mtp")
+    refused(distil, "`kind='mtp'` trains an MTP layer, but `draft` is something else", draft=head, kind="mtp")
     refused(
         distil, "`kind='head'` trains an EAGLE-3 head, but `draft` is something else", draft=str(DRAFT), kind="head"
     )
