@@ -418,7 +418,7 @@ def test_what_a_strict_server_refuses(strict: Running) -> None:
     assert refused.value.type == "authentication_error" and refused.value.request_id
     for ask in (client.messages.create, client.messages.count_tokens):
         given = {name: value for name, value in body.items() if ask == client.messages.create or name != "max_tokens"}
-        with pytest.raises(anthropic.NotFoundError, match="no model 'gpt-9' here") as missing:
+        with pytest.raises(anthropic.NotFoundError, match="no model 'gpt-9'; this server has") as missing:
             ask(**{**given, "model": "gpt-9"})
         assert missing.value.type == "not_found_error"
         with pytest.raises(anthropic.BadRequestError, match="web_search_20250305 is not supported; leave"):
