@@ -30,7 +30,7 @@ from ovspec.server.app import make_app
 from ovspec.server.openapi import ERROR_DESCRIPTIONS
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
-MADE = "Made by `scripts/reference.py` from the code; do not edit.\n"
+MADE = "Generated from the code by `scripts/reference.py`; do not edit.\n"
 SECTION = re.compile(r"(Args|Raises|Returns|Yields):$")
 ITEM = re.compile(r"(\*{0,2}[A-Za-z_]+(?:, [A-Za-z_]+)*): (.*)")
 
@@ -53,14 +53,14 @@ def python_reference() -> str:
     """Return signatures, docstrings and options of the public names."""
     parts = [
         f"# Python\n\n{MADE}\nImport names from `ovspec`; `TextStream`, `AsyncTextStream`, `TokenLogprob` and "
-        "`Perplexity` are only returned. Shapes of arrays are written in parentheses, such as (1, vocab). A prompt is "
-        "a string, a list of token ids, or chat messages: a dict with `role` and `content`, or a list of them.\n",
+        "`Perplexity` are only returned. Shapes of arrays are in parentheses, such as (1, vocab). A prompt is a "
+        "string, a list of token ids, a chat message (a dict with `role` and `content`), or a list of messages.\n",
         f"## load\n\n{signature('ovspec.load', ovspec.load)}\n\n{prose(ovspec.load, leave_out=LOAD_OPTIONS)}\n",
         f"Options:\n\n{option_table(LOAD_OPTIONS)}\n",
-        "## Options of generating calls\n\n`generate`, `stream`, `samples`, `agenerate` and `astream` of a model, and "
-        f"`generate` and `stream` of a session, take these as keywords.\n\n{option_table(GENERATE_OPTIONS)}\n",
-        "## SamplingParams\n\nThe sampling options in one object: those of the table above from `max_tokens` to "
-        "`logprobs`.\n",
+        "## Options of generating calls\n\nKeywords of `generate`, `stream`, `samples`, `agenerate` and `astream` of a "
+        f"model, and of `generate` and `stream` of a session.\n\n{option_table(GENERATE_OPTIONS)}\n",
+        "## SamplingParams\n\nThe sampling options in a single object: the options from `max_tokens` to `logprobs` "
+        "in the table above.\n",
     ]
     for kind in (ovspec.LanguageModel, ovspec.Session, TextStream, AsyncTextStream, ovspec.Drafter):
         parts.append(f"## {kind.__name__}\n\n{prose(kind)}\n")
@@ -72,7 +72,7 @@ def python_reference() -> str:
         rates = [f"- `{name}`: {prose(value)}" for name, value in members(kind) if isinstance(value, property)]
         fields = "```text\n" + "\n".join(listed) + "\n```\n"
         parts.append("\n".join([f"## {kind.__name__}\n", prose(kind), "", fields, *rates, *([""] if rates else [])]))
-    mark = "A session's text as it was when `Session.mark` was called; `Session.rewind` returns to it."
+    mark = "A saved state of a session's text, made by `Session.mark`; `Session.rewind` restores it."
     parts.append(f"## Mark\n\n{mark}\n")
     parts.append(f"## OvspecError\n\n{prose(ovspec.OvspecError)}\n")
     parts.append(f"## ovspec.compat\n\n{signature('ovspec.compat.gpt_fast', gpt_fast)}\n\n{prose(gpt_fast)}\n")
@@ -83,12 +83,12 @@ def python_reference() -> str:
 def endpoints_reference() -> str:
     """Return the endpoints of 'ovspec serve' with the fields of their requests."""
     document = make_app(SimpleNamespace(lm=None, model_names=[], options=ServeParams())).openapi()  # type: ignore[arg-type]
-    schemas, listed = document["components"]["schemas"], dict[str, str]()  # the first path of each body
+    schemas, listed = document["components"]["schemas"], dict[str, str]()  # body -> its first path
     parts = [
-        f"# Endpoints\n\n{MADE}\nWhat `ovspec serve` answers ([how to use it](../how-to/serve.md)). The OpenAPI "
-        "document is at `/openapi.json`. Every field may be left out or null unless it is required. A field that isn't "
-        "listed is ignored, and the answer's header `X-Ovspec-Ignored` names it, at most 16 of them; with "
-        "`--strict-fields` it is refused.\n"
+        f"# Endpoints\n\n{MADE}\nThe endpoints of `ovspec serve` ([how to use it](../how-to/serve.md)). The OpenAPI "
+        "document is at `/openapi.json`. Fields may be left out or null, unless required. Unknown fields are "
+        "ignored, and up to 16 of them are listed in the response header `X-Ovspec-Ignored`; with `--strict-fields` "
+        "they are refused.\n"
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -98,10 +98,10 @@ def endpoints_reference() -> str:
                 if (first := listed.setdefault(name, path)) == path:
                     parts.append(field_table(schemas[name]))
                 else:
-                    parts.append(f"The fields are those of `{first}`.\n")
+                    parts.append(f"Fields: as for `{first}`.\n")
     parts.append(
-        '## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`, as OpenAI\'s. On `/v1/messages` '
-        'and below it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, as Anthropic\'s.\n'
+        '## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`, as in OpenAI\'s API. Under '
+        '`/v1/messages` it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, as in Anthropic\'s.\n'
     )
     rows = [f"| {status} | {meaning} |" for status, meaning in ERROR_DESCRIPTIONS.items()]
     parts.append("\n".join(["| status | meaning |", "|---|---|", *rows]))
@@ -109,7 +109,7 @@ def endpoints_reference() -> str:
 
 
 def field_table(schema: dict[str, Any]) -> str:
-    """Return the fields of a request as a table; those without effect, and those that aren't supported, in a line."""
+    """Return the fields of a request as a table; fields without effect and unsupported fields follow in a line each."""
     lines, idle, unmet = ["| field | type | meaning |", "|---|---|---|"], list[str](), list[str]()
     for name, field in schema["properties"].items():
         if field["description"] == HAS_NO_EFFECT:
@@ -122,8 +122,8 @@ def field_table(schema: dict[str, Any]) -> str:
         required = " Required." * (name in schema.get("required", ()))
         meaning = field["description"].replace("|", "\\|")
         lines.append(f"| `{name}` | {json_type(field)} | {meaning}{required} |")
-    without = f"\nTaken, but without effect: {', '.join(idle)}.\n" if idle else ""
-    refused = f"\nRefused, except as null and with these values: {', '.join(unmet)}.\n" if unmet else ""
+    without = f"\nAccepted, but without effect: {', '.join(idle)}.\n" if idle else ""
+    refused = f"\nNot supported, except null and these values: {', '.join(unmet)}.\n" if unmet else ""
     return "\n".join(lines) + "\n" + without + refused
 
 
@@ -148,7 +148,7 @@ def plural(kind: str) -> str:
 def signature(name: str, what: Any) -> str:
     """Return the call of a function in a code block."""
     call = inspect.signature(what)
-    if "__signature__" in vars(what):  # its options have a table of their own
+    if "__signature__" in vars(what):  # its options have their own table
         own = [parameter for parameter in call.parameters.values() if parameter.kind is not parameter.KEYWORD_ONLY]
         call = call.replace(parameters=[*own, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)])
     text = str(call).replace("'", "").replace("self, ", "").replace("(self)", "()").removesuffix(" -> None")
@@ -165,9 +165,9 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
 
 def option_table(table: Mapping[str, Option]) -> str:
     """Return a table of options with their types, defaults and help."""
-    lines = ["| option | type | default | what it does |", "|---|---|---|---|"]
+    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for name, option in table.items():
-        default = option.default_text or ("False" if option.default is False else "")
+        default = option.default_text or str(option.default) * isinstance(option.default, bool)
         meaning = markdown(" ".join(filter(None, (option.help, option.python_extra_help))))
         cells = (f"`{name}`", f"`{type_name(option.value_type)}`", default, meaning)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
@@ -175,7 +175,7 @@ def option_table(table: Mapping[str, Option]) -> str:
 
 
 def type_name(kind: Any) -> str:
-    """Return a type as annotations write it, without modules."""
+    """Return a type in the form of annotations, without modules."""
     if get_origin(kind) in (Union, UnionType):
         return " | ".join(map(type_name, get_args(kind)))
     text = "None" if kind is NoneType else inspect.formatannotation(kind)

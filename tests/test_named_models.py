@@ -88,7 +88,7 @@ def test_a_changing_repository_is_exported_once(user: User) -> None:
 def test_repositories_that_cannot_be_had(user: User) -> None:
     assert "accept the terms on its page and log in with 'hf auth login'" in user.ask("org/gated")[2]
     lost = user.ask("org/lost")
-    assert lost[0] == 1 and "check the network, and the same command goes on with the files" in lost[2]
+    assert lost[0] == 1 and "check the network, and run the same command to resume the download" in lost[2]
     broken = user.ask("org/broken")
     assert broken[0] == 1 and "model.safetensors: not a safetensors file" in broken[2].splitlines()[-1]
     assert user.entries() == [] and not list(user.cache.glob(".new-*"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-import ovspec as ovspec  # before anything that imports openvino, which would then report its use
+import ovspec as ovspec  # before any import of openvino, which would then report its use
 
 for _name in ("torch", "transformers", "optimum", "nncf"):
     if importlib.util.find_spec(_name) is None:

@@ -23,38 +23,40 @@ if TYPE_CHECKING:
 SHORTEST_TEXT_TOKENS, LONGEST_TEXT_TOKENS = (
     48,
     320,
-)  # tokens of the text; it is longer than a window, if that is possible
-MAX_SINGLE_TOKEN_STEPS = 8  # tokens at the end of the text that are fed one by one
-# Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, which some parts
-# of a model round again, differ by 0.001 to 0.02, and another computation by 0.3 and more.
+)  # length of the text in tokens; longer than a window, if possible
+MAX_SINGLE_TOKEN_STEPS = 8  # tokens at the end of the text, fed one by one
+# Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, rounded again in
+# some parts of a model, differ by 0.001 to 0.02, and a different computation by 0.3 and more.
 LOGITS_TOLERANCE = 0.1
-REPORT_ADVICE = "a wrong IR is not kept, so please report the name of this model to ovspec"
-TIED_POSITION_SHARE = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
+REPORT_ADVICE = "the wrong IR was deleted; please report the model's name to ovspec"
+TIED_POSITION_SHARE = 0.1  # share of the positions allowed to differ by more: where two experts tie, rounding chooses
 
 
 def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: float = LOGITS_TOLERANCE) -> None:
     """Raise OvspecError if the IR in ``folder`` computes other logits than ``model``.
 
     Both compute in f32: a text alone, and with its first two thirds in a ragged batch. Its last tokens are fed one by
-    one, so that the cache is used. The model's weights are converted, and can't be used otherwise after that.
+    one, to test the cache. The model's weights are converted, so the model is unusable afterwards.
     """
-    # Weights that are integers already would make OpenVINO round what they are multiplied with.
+    # With integer weights, OpenVINO would round the other factor of a product.
     properties = {"CACHE_DIR": "", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     ir = compile_ir(folder, DeviceOptions(precision="f32", properties=properties))
     text_ids = draw_token_ids(ir)
     shortened_ids = text_ids[: 2 * len(text_ids) // 3]
     enable_f32_computation(model)
     text_logits = compute_checkpoint_logits(model, text_ids, ir.logits_width)
-    checkpoint_logits = [text_logits, text_logits[: len(shortened_ids)]]  # no token sees a later one
-    for texts, circumstance in (([text_ids], "than the checkpoint"), ([text_ids, shortened_ids], "in a batch")):
+    checkpoint_logits = [text_logits, text_logits[: len(shortened_ids)]]  # no token sees a later token
+    for texts, circumstance in (([text_ids], "for a text"), ([text_ids, shortened_ids], "in a batch")):
         difference = measure_difference(compute_ir_logits(ir, texts), checkpoint_logits[: len(texts)])
         if difference > tolerance:
-            problem = f"the IR computes other logits {circumstance}: they differ by {difference:.2g} of their spread"
+            problem = (
+                f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations"
+            )
             raise OvspecError(f"{problem}; {REPORT_ADVICE}")
 
 
 def draw_token_ids(ir: CompiledIR) -> np.ndarray:
-    """Return random ids, longer than the narrowest attention window if that is short, (n,) int64."""
+    """Return random ids, longer than the narrowest attention window if the window is short, (n,) int64."""
     text_length = SHORTEST_TEXT_TOKENS + (ir.config.attention_window or 0)
     if text_length > LONGEST_TEXT_TOKENS:
         text_length = SHORTEST_TEXT_TOKENS
@@ -78,7 +80,7 @@ def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray
 
 
 def count_tokens_fed_singly(tokens: np.ndarray) -> int:
-    """Return how many tokens at the end of a text are fed one by one."""
+    """Return the number of tokens at the end of a text to feed one by one."""
     return min(MAX_SINGLE_TOKEN_STEPS, len(tokens) // 2)
 
 
@@ -91,9 +93,9 @@ def compute_checkpoint_logits(model: PreTrainedModel, tokens: np.ndarray, width:
 
 
 def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) -> None:
-    """Write the inputs of these layers for a short text, (positions, width) each, side by side.
+    """Write the inputs of these layers for a short text, (positions, width) each, concatenated.
 
-    Without layers, it is what the lm_head reads: transformers' last hidden states, which are normalised. Nothing is
+    Without layers, write the lm_head's input: transformers' last hidden states, which are normalised. Nothing is
     written if the model doesn't return hidden states.
     """
     import torch
@@ -108,10 +110,10 @@ def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) ->
 
 
 def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.ndarray]) -> float:
-    """Return by how much positions differ: the root mean square over the logits, in standard deviations of them.
+    """Return the difference of positions: the root mean square over the logits, in their standard deviations.
 
-    Of all but ``TIED_POSITION_SHARE`` of the positions, it is the largest, of those read at once and of those read one
-    by one; infinity for logits that are not numbers.
+    It is the largest over all but ``TIED_POSITION_SHARE`` of the positions, both of the positions read at once and of
+    the positions read one by one; infinity for logits that are not numbers.
     """
     single_steps = count_tokens_fed_singly(ir_logits[-1])
     pairs = zip(ir_logits, checkpoint_logits, strict=True)
@@ -125,7 +127,7 @@ def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.n
 
 
 def enable_f32_computation(model: Module) -> None:
-    """Let a model with weights in 16 bits compute in f32: each layer's weights are converted while it is computed."""
+    """Make a model with weights in 16 bits compute in f32: each layer's weights are converted while it runs."""
     import torch
 
     layers = [layer for module_list in find_module_lists(model) for layer in module_list]
@@ -145,13 +147,13 @@ def enable_f32_computation(model: Module) -> None:
 
 
 def set_weight_data(stored_data: dict[Tensor, Tensor], convert_data: Callable[[Tensor], Tensor], *_: Any) -> None:
-    """Give each weight its stored data, converted. The other arguments are those of torch's hooks."""
+    """Set each weight to its stored data, converted. The other arguments are for torch's hooks."""
     for weights, data in stored_data.items():
         weights.data = convert_data(data)
 
 
 def find_module_lists(module: Module) -> list[ModuleList]:
-    """Return the lists of modules that are not inside another list."""
+    """Return the outermost lists of modules."""
     from torch import nn
 
     if isinstance(module, nn.ModuleList):

@@ -1,8 +1,8 @@
-"""The channel between a worker and the process that started it: progress one way, the request to stop the other.
+"""The channel between a worker and its parent process: progress to the parent, a request to stop to the worker.
 
-Progress goes through the worker's standard output, a JSON object a line; what libraries print there goes to its
-standard error instead. The worker ends when its standard input closes, so that it doesn't outlive a parent that was
-killed, and is asked to stop by anything written there.
+Progress goes through the worker's standard output, one JSON object per line; libraries' output goes to its standard
+error instead. The worker ends when its standard input closes, so it doesn't outlive a killed parent. Any input there
+asks the worker to stop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _progress_fd: int | None = None
 
 
 def open_channel() -> None:
-    """Take the standard input and output of this process for the channel."""
+    """Reserve the standard input and output of this process for the channel."""
     global _progress_fd
     _progress_fd = os.dup(1)
     os.dup2(2, 1)
@@ -26,17 +26,17 @@ def open_channel() -> None:
 
 
 def report_progress(**figures: JsonValue) -> None:
-    """Send the parent figures on the job's progress; without a parent, nothing happens."""
+    """Report figures on the job's progress to the parent; without a parent, do nothing."""
     if _progress_fd is not None:
         os.write(_progress_fd, (json.dumps(figures) + "\n").encode())
 
 
 def is_stop_requested() -> bool:
-    """Return whether the parent wants the job to write what it has, and to end."""
+    """Return whether the parent wants the job to save its work so far, and to end."""
     return _stop_event.is_set()
 
 
 def _wait_for_stop() -> None:
-    while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the interpreter ends
+    while os.read(0, 1024):  # not through sys.stdin, which would stay locked when the interpreter ends
         _stop_event.set()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint that GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes quantised, as they are."""
+"""The weights of a checkpoint quantised by GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes, as they are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
-# Ends of the names of a layer's tensors, by the kind of layout, the one that each layer has first.
+# Suffixes of the names of a layer's tensors, by the kind of layout; the first is in every layer.
 PACKED_PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
@@ -60,11 +60,11 @@ INTEGER_FORMATS = ("pack-quantized", "int-quantized")
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint's weights are quantised.
+    """The quantisation of a checkpoint's weights.
 
-    layout: a key of ``PACKED_PARTS``. bits: of each integer; 0 if each layer says it itself.
-    zero_shift: what is added to a stored zero point.
-    rounds_inputs: the model was made to round what it multiplies the weights with, too.
+    layout: a key of ``PACKED_PARTS``. bits: of each integer; 0 if it varies by layer.
+    zero_shift: added to a stored zero point.
+    rounds_inputs: the model expects inputs of products to be rounded, too.
     """
 
     layout: str
@@ -74,10 +74,10 @@ class Quantisation:
 
 
 def read_quantisation(config: JsonObject) -> Quantisation:
-    """Return how the weights are quantised, from ``quantization_config`` of a config.
+    """Return the quantisation of the weights, from ``quantization_config`` of a config.
 
     Raises:
-        ValueError: an export can't keep them, with the reason.
+        ValueError: an export can't keep them; the message has the reason.
     """
     method = str(config.get("quant_method"))
     bits = config.get("bits", 4)
@@ -100,18 +100,18 @@ def read_quantisation(config: JsonObject) -> Quantisation:
         if config.get("load_in_8bit"):
             return Quantisation("bitsandbytes, int8", rounds_inputs=True)
         if (kind := config.get("bnb_4bit_quant_type", "fp4")) != "nf4":
-            raise ValueError(f"to {kind}")
+            raise ValueError(f"in {kind}")
         return Quantisation("bitsandbytes, nf4")
-    raise ValueError("in a way that isn't known")
+    raise ValueError("in an unknown way")
 
 
 def read_compressed_quantisation(config: JsonObject) -> Quantisation:
-    """Return how compressed-tensors quantised the weights; raises ValueError like ``read_quantisation``."""
+    """Return the quantisation by compressed-tensors; raises ValueError like ``read_quantisation``."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise ValueError("it says nothing of groups")
+        raise ValueError("without groups")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise ValueError("they are sparse, too")
+        raise ValueError("with sparsity")
     for group in groups.values():
         stored_format = group.get("format") or config.get("format")
         weights = group.get("weights") or {}
@@ -125,9 +125,9 @@ def read_compressed_quantisation(config: JsonObject) -> Quantisation:
 
 
 class CheckpointWeights:
-    """Implements ``KeptWeights`` for the safetensors files in ``folder``, of which ``model`` is made.
+    """Implements ``KeptWeights`` for the safetensors files in ``folder``, from which ``model`` is made.
 
-    layer_count: the model has only so many of the checkpoint's layers; None for all.
+    layer_count: the model has only the first so many layers of the checkpoint; None for all.
 
     Raises:
         OvspecError: the model has no place for a tensor, or its experts can't be kept.
@@ -140,7 +140,7 @@ class CheckpointWeights:
 
         self._folder = folder
         self._quantisation = quantisation
-        # Each file is opened again for each tensor, so that pages that were read can leave the memory.
+        # Each file is opened again for each tensor, so that pages already read can leave the memory.
         self._files: dict[str, Path] = {}
         self._stored_dtypes: dict[str, str] = {}
         for file in sorted(folder.glob("model*.safetensors")):
@@ -153,7 +153,7 @@ class CheckpointWeights:
                     self._stored_dtypes[name] = tensors.get_slice(name).get_dtype()
         for mtp_names in find_mtp_layers(list(self._files), model.config.to_dict()):
             for name in mtp_names:
-                self._files.pop(name, None)  # the model has no place for it; it is a draft
+                self._files.pop(name, None)  # the model has no place for it; it belongs to a draft
         self._parameter_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
         self._expert_stacks = find_expert_stacks(self._parameter_shapes)
         self._expert_layers: dict[str, list[str]] = {}  # by their matrix
@@ -168,7 +168,7 @@ class CheckpointWeights:
         self._check_names()
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter that the checkpoint has."""
+        """Return the shape of each parameter in the checkpoint."""
         return {
             name: shape
             for name, shape in self._parameter_shapes.items()
@@ -197,7 +197,9 @@ class CheckpointWeights:
             return self._read_layers([name])[0].unpack()
         values = self._read_tensor(name)
         if not np.isfinite(values).all():
-            raise OvspecError(f"{self._folder}: its tensor {name} has values that are infinite or not numbers.")
+            raise OvspecError(
+                f"{self._folder}: its tensor {name} has NaN or infinite values; download the model again."
+            )
         return np.array(values, np.float32).reshape(self._shapes[name])
 
     def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:  # noqa: ARG002
@@ -205,7 +207,7 @@ class CheckpointWeights:
         return self.read_values(name)
 
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:  # noqa: ARG002
-        """Return a matrix as ``KeptWeights`` says."""
+        """Return a matrix as described in ``KeptWeights``."""
         names = self._expert_layers.get(name, [name])
         packed_count = sum(layer in self._layers for layer in names)
         if packed_count == len(names):
@@ -213,7 +215,9 @@ class CheckpointWeights:
             return layers[0] if names == [name] else self._join_experts(name, layers)
         dtypes = {self._stored_dtypes.get(layer) for layer in names}
         if packed_count or len(dtypes) > 1:
-            raise OvspecError(f"{self._folder}: of its experts {name}, only some are quantised, which can't be kept.")
+            raise OvspecError(
+                f"{self._folder}: only some of its experts {name} are quantised; export the unquantised checkpoint."
+            )
         tensors = self._read_bf16_bits(names) if dtypes == {"BF16"} else self._read_tensors(names)
         return tensors[name] if names == [name] else np.concatenate([tensors[layer] for layer in names])
 
@@ -226,16 +230,16 @@ class CheckpointWeights:
     def _join_experts(self, name: str, experts: list[PackedWeights]) -> PackedWeights:
         try:
             if experts[0].element_type == "nf4":
-                raise ValueError("integers in NF4, which OpenVINO would make floats of")
+                raise ValueError("integers in NF4, which OpenVINO would convert to floats")
             return join_experts(experts)
         except ValueError as error:
             raise OvspecError(
-                f"{self._folder}: the weights of its experts {name} can't be kept: they have {error}; name the "
-                "checkpoint that isn't quantised, and compress that."
+                f"{self._folder}: the quantised weights of its experts {name} can't be kept: they have {error}; "
+                "export the unquantised checkpoint, and compress it with `weight_format`."
             ) from None
 
     def _list_parts(self, name: str) -> list[str]:
-        """Return the names in the files of a parameter: its own, or those of each expert's layers."""
+        """Return a parameter's names in the files: its own, or the names of each expert's layers."""
         stack = self._expert_stacks.get(name)
         return [layer for matrix in stack.matrices for layer in self._expert_layers[matrix]] if stack else [name]
 
@@ -265,10 +269,10 @@ class CheckpointWeights:
         try:
             packed = readers[self._quantisation.layout]()
             if packed.shape != self._shapes[name]:
-                raise ValueError(f"{packed.shape[0]} x {packed.shape[1]} weights in place of {self._shapes[name]}")
+                raise ValueError(f"{packed.shape[0]} x {packed.shape[1]} weights instead of {self._shapes[name]}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise OvspecError(
-                f"{self._folder}: its layer {prefix[:-1]} is not stored as its config says ({error}); download the "
+                f"{self._folder}: its layer {prefix[:-1]} doesn't match its config.json ({error}); download the "
                 "model again."
             ) from None
         check_numbers(packed, prefix[:-1], str(self._folder))
@@ -278,7 +282,7 @@ class CheckpointWeights:
         return self._read_tensors([name])[name]
 
     def _read_tensors(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Return tensors as they are stored, but those in bf16 as f32."""
+        """Return tensors as they are stored, except bf16 as f32."""
         import torch
 
         return {
@@ -304,7 +308,7 @@ class CheckpointWeights:
                     yield name, tensors.get_tensor(name)
 
     def _check_names(self) -> None:
-        """Raise OvspecError for a tensor that has no place in the model."""
+        """Raise OvspecError for a tensor without a place in the model."""
         parts = ("weight", *PACKED_PARTS[self._quantisation.layout], *IGNORED_PARTS)
         prefixes = {name.removesuffix("weight") for name in self._layers if name in self._shapes}
         names_of_layers = {f"{prefix}{part}" for prefix in prefixes for part in parts}
@@ -313,7 +317,7 @@ class CheckpointWeights:
             for name in self._files
             if name not in self._shapes and name not in names_of_layers and not name.endswith(IGNORED_PARTS)
         ]
-        # AutoGPTQ writes biases of zeros for layers that have none.
+        # AutoGPTQ writes biases of zeros for layers without a bias.
         bias_names = [
             name
             for name in names_without_place
@@ -321,4 +325,6 @@ class CheckpointWeights:
         ]
         zero_biases = {name for name, bias in self._load_tensors(bias_names) if not bias.any()}
         if unknown_name := next((name for name in names_without_place if name not in zero_biases), None):
-            raise OvspecError(f"{self._folder}: its tensor {unknown_name} has no place in a model of its family.")
+            raise OvspecError(
+                f"{self._folder}: its tensor {unknown_name} is unknown in its model family; download the model again."
+            )

@@ -1,4 +1,4 @@
-"""How weights are stored: options for optimum-cli and nncf."""
+"""The storage of weights: options for optimum-cli and nncf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ovspec.base.json_types import JsonObject
 # Approximate bits per weight, with its share of scales and zero points.
 WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
 KEEP = "keep"  # the source's own integers, if its weights are quantised
-DEFAULT_GROUP_SIZE = 128  # nncf's, where an option for int4 is given
+DEFAULT_GROUP_SIZE = 128  # nncf's, if an option for int4 is set
 BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 
 
@@ -21,11 +21,11 @@ class Compression:
     """A weight format and, for int4, nncf's options; None leaves a choice to optimum.
 
     weight_format: one of ``WEIGHT_FORMATS``, or ``KEEP``.
-    group_size: number of weights that share a scale. ratio: share of the layers that get int4.
-    sym: quantise without zero points. backup_precision: format of the layers that don't get int4.
-    awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, calibrated on what the model
-        computes for ``calibration``, a text file; awq also works without one.
-    samples: number of pieces of the calibration text that are used.
+    group_size: number of weights with a shared scale. ratio: share of the layers in int4.
+    sym: quantise without zero points. backup_precision: format of the layers not in int4.
+    awq, scale_estimation, gptq, lora_correction: data-aware methods of nncf, calibrated on the model's activations for
+        ``calibration``, a text file; awq also works without one.
+    samples: number of pieces of the calibration text to use.
     """
 
     weight_format: str = "int8"
@@ -41,10 +41,10 @@ class Compression:
     samples: int | None = None
 
     def check_weight_options(self) -> None:
-        """Raise OvspecError if the options don't fit together."""
+        """Raise OvspecError if the options are incompatible."""
         if self.weight_format not in (*WEIGHT_FORMATS, KEEP):
             formats = ", ".join((*WEIGHT_FORMATS, KEEP))
-            raise OvspecError(f"Weight format {self.weight_format!r} is not one of {formats}.")
+            raise OvspecError(f"`weight_format` is {self.weight_format!r}; it must be one of {formats}.")
         int4_options = [name for name in self.requested_options() if name != "sym"]
         if self.weight_format != "int4" and int4_options:
             raise OvspecError(f"`{int4_options[0]}` works only with `weight_format='int4'`.")
@@ -55,21 +55,21 @@ class Compression:
         if self.group_size is not None and self.group_size != -1 and self.group_size < 1:
             raise OvspecError(f"`group_size` is {self.group_size}; it must be positive, or -1 for a scale per channel.")
         if self.backup_precision not in (None, *BACKUP_PRECISIONS):
-            raise OvspecError(f"`backup_precision` is not one of {', '.join(BACKUP_PRECISIONS)}.")
+            raise OvspecError(f"`backup_precision` must be one of {', '.join(BACKUP_PRECISIONS)}.")
         if self.gptq and self.lora_correction:
-            raise OvspecError("`gptq` and `lora_correction` cannot be combined; choose one.")
+            raise OvspecError("`gptq` and `lora_correction` can't be combined; leave one out.")
         data_aware = [n for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
         if data_aware and not self.calibration:
-            raise OvspecError(f"`{data_aware[0]}` needs a text to calibrate on; name one with `calibration`.")
+            raise OvspecError(f"`{data_aware[0]}` needs a text for calibration; set `calibration`.")
         if self.samples is not None and self.samples < 1:
             raise OvspecError(f"`samples` is {self.samples}; it must be at least 1.")
         if self.calibration:
             read_text(self.calibration)
 
     def optimum_arguments(self) -> list[str]:
-        """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses.
+        """Return optimum-cli's arguments. For calibration and bf16 they export fp32, compressed in a later step.
 
-        Kept weights come into a graph in fp32.
+        Kept weights go into a graph in fp32.
         """
         if self.calibration or self.weight_format in ("bf16", KEEP):
             return ["--weight-format", "fp32"]
@@ -88,7 +88,7 @@ class Compression:
         }
 
     def without_calibration(self) -> Compression:
-        """Return the same without the methods that need a text to calibrate on."""
+        """Return the same without the methods calibrated on a text."""
         data_aware = {"scale_estimation": False, "gptq": False, "lora_correction": False}
         return replace(self, **data_aware, calibration=None, samples=None)
 

@@ -1,4 +1,4 @@
-"""Convert one checkpoint to an IR in a folder, each step in a process of its own."""
+"""Convert one checkpoint to an IR in a folder, each step in a separate process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from ovspec_export.mtp_layout import make_layer_config
 from ovspec_export.sources import TEXT_SUFFIXES, GgufSource, HeadSource, MtpSource, Source, copy_model_files
 from ovspec_export.tokenizers import load_tokenizer
 
-WORKER_MODULE = "ovspec_export.worker"  # the module that runs jobs
+WORKER_MODULE = "ovspec_export.worker"  # the module with the jobs
 # Called with each message about a job's progress.
 MessageHandler = Callable[[JsonObject], None]
-POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; Ctrl-C interrupts no longer wait there
-SMALLEST_GROUP_SIZE = 16  # weights that share a scale
+POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; on Windows, Ctrl-C doesn't interrupt longer waits
+SMALLEST_GROUP_SIZE = 16  # weights with a shared scale
 KEPT_SIZE = 1.8  # of kept weights, at most, as a share of the source's: 5 bits become 8
 JOB_FAILURES = {
     "export_with_optimum": "optimum-cli could not export it",
@@ -48,18 +48,18 @@ JOB_FAILURES = {
     "calibrate_weights": "nncf could not compress it",
     "round_to_bf16": "it could not be rounded to bf16",
     "evaluate_ir": "it could not be compared with the checkpoint",
-    "write_texts": "it could not write texts",
+    "write_texts": "it could not generate texts",
     "write_features": "its hidden states could not be computed",
     "train_head": "a head could not be trained",
     "train_mtp": "an MTP layer could not be trained",
     "check_mtp_possible": "no MTP layer can be made",
-    "find_most_used_ids": "it could not write texts",
-    "train_draft": "the draft could not be taught",
+    "find_most_used_ids": "it could not generate texts",
+    "train_draft": "the draft could not be trained",
     "measure_costs": "it could not be timed",
     "measure_gain": "the gain could not be measured",
 }
 JOBS_WITHOUT_OVERLAY = ("unpack_gguf_weights", "convert_tokenizer", "round_to_bf16")  # they don't load the model
-# Text in the standard error of a failed step -> the reason that is reported instead.
+# Text in the standard error of a failed step -> the reason to report instead.
 KNOWN_FAILURE_REASONS = {
     "No space left on device": "the disk of {folder} is full",
     "iostream error": "a file could not be written in {folder}; is the disk full?",
@@ -112,10 +112,10 @@ def convert_source(
             trust_remote_code=runs_code,
             **({"tap_layers": tap_layers, "states_file": str(states_file)} if tap_layers is not None else {}),
         )
-        if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
+        if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read a newer transformers' files
             path_arguments = {"source": str(source.path), "folder": str(folder)}
             run_worker_job("convert_tokenizer", source, folder, **path_arguments, trust_remote_code=trust_remote_code)
-        if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
+        if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some models
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         forms = read_forms(folder) if compression.weight_format == KEEP else []
         conversion_step.result = describe_folder_size(folder)
@@ -144,16 +144,16 @@ def convert_source(
 def convert_head(
     source: HeadSource, folder: Path, compression: Compression, target: Source, tap_layers: list[int], states_file: Path
 ) -> None:
-    """Write the IR of a head, which reads the inputs of the target's ``tap_layers``, into ``folder``.
+    """Write the IR of a head that reads the inputs of the target's ``tap_layers`` into ``folder``.
 
     Args:
-        states_file: the inputs of these layers for some text, if ``convert_source`` wrote them.
+        states_file: the inputs of these layers for some text, if written by ``convert_source``.
 
     Raises:
         OvspecError: like ``convert_source``.
     """
     arguments: JsonObject = {"target": "" if target.is_ir else str(target.path), "tap_layers": tap_layers}
-    # Its attention has no window, whatever its config says of one.
+    # Its attention has no window, even if its config has one.
     config = flatten_head_config(source.config) | {"sliding_window": None}
     convert_head_with("convert_eagle_head", source, folder, compression, states_file, arguments, config)
 
@@ -161,11 +161,11 @@ def convert_head(
 def convert_mtp_layer(
     source: MtpSource, folder: Path, compression: Compression, target_ids: np.ndarray | None, states_file: Path
 ) -> None:
-    """Write the IR of an MTP layer into ``folder``, and those of further layers in it.
+    """Write the IR of an MTP layer into ``folder``, with the IRs of further layers inside it.
 
     Args:
-        target_ids: the ids of the tokens that it can propose, (n,); None for all.
-        states_file: what the target's lm_head reads for some text, if ``convert_source`` wrote it.
+        target_ids: the ids of the tokens to propose, (n,); None for all.
+        states_file: the target's lm_head inputs for some text, if written by ``convert_source``.
 
     Raises:
         OvspecError: like ``convert_source``.
@@ -191,7 +191,7 @@ def convert_head_with(
     arguments: JsonObject,
     config: JsonObject,
 ) -> None:
-    """Run a job that writes the IR of a head into ``folder``, with these ``arguments`` among others, and its config."""
+    """Run a job to write the IR of a head into ``folder``, with these ``arguments`` among others, and its config."""
     folder.mkdir(parents=True)
     weight_format = compression.weight_format
     part = "MTP layer" if isinstance(source, MtpSource) else "head"
@@ -239,17 +239,17 @@ def compute_layer_share(source: Source, layer_count: int) -> float:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
     total_layers = source.get_config_number("layers")
     if total_layers is None:
-        return 1.0  # not in the config by any of these names; transformers will know
+        return 1.0  # not in the config under any of these names; transformers will know
     if not 0 < layer_count < total_layers:
         allowed_counts = f"1 to {total_layers - 1}"
         raise OvspecError(
-            f"`draft_layers` is {layer_count}; {source.name} has {total_layers} layers, so take {allowed_counts}."
+            f"`draft_layers` is {layer_count}; {source.name} has {total_layers} layers, so choose {allowed_counts}."
         )
     return layer_count / total_layers
 
 
 def copy_ir_files(source: Source, folder: Path) -> None:
-    """Copy the files of an IR to ``folder``, without other files beside them."""
+    """Copy the files of an IR to ``folder``, without other files of its folder."""
 
     def is_ir_file(file: Path) -> bool:
         return file.name != MANIFEST_FILE and (file.suffix in TEXT_SUFFIXES or file.name.startswith("openvino_"))
@@ -263,10 +263,10 @@ def run_worker_job(
 ) -> bool:
     """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch_folder``.
 
-    on_message: is called with each message about the job's progress. With it, Ctrl-C asks the job to write what it has
-    and to end, of which the message ``{"stopping": True}`` informs, and a second Ctrl-C ends it.
+    on_message: called with each message about the job's progress. With it, Ctrl-C asks the job to save its work so far
+    and to end, as announced by the message ``{"stopping": True}``, and a second Ctrl-C ends it.
 
-    Returns whether the job came to its own end.
+    Returns whether the job ran to completion.
 
     Raises:
         OvspecError: the job fails, with the reason, or its environment can't be prepared.
@@ -278,7 +278,7 @@ def run_worker_job(
         overlay_variables = prepare_environment_variables(model.family.environment, model.model_type)
     stop_requested = False
     with tempfile.TemporaryDirectory(dir=scratch_folder, ignore_cleanup_errors=True) as temporary_folder:
-        # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
+        # Everything needed is already downloaded, with weights as safetensors only; the job must not download anything.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
         environment |= {
             "TMPDIR": temporary_folder,
@@ -326,14 +326,14 @@ def run_worker_job(
 
 
 def make_process_group_arguments() -> JsonObject:
-    """Return the arguments of ``Popen`` that keep Ctrl-C from a process."""
+    """Return the arguments of ``Popen`` to shield a process from Ctrl-C."""
     if sys.platform == "win32":
         return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200)}
     return {"start_new_session": True}
 
 
 def forward_messages(process: subprocess.Popen[bytes], on_message: MessageHandler | None) -> None:
-    """Hand on a worker's messages until it ends."""
+    """Pass on a worker's messages until it ends."""
     assert process.stdout
     for line in process.stdout:
         if on_message:
@@ -341,7 +341,7 @@ def forward_messages(process: subprocess.Popen[bytes], on_message: MessageHandle
 
 
 def describe_failure(error_text: str, returncode: int, folder: Path = Path()) -> str:
-    """Return the reason for a failure, from the standard error of a process that wrote to ``folder``."""
+    """Return the reason for a failure, from the standard error of a process with output in ``folder``."""
     for pattern, reason in KNOWN_FAILURE_REASONS.items():
         if pattern in error_text:
             return reason.format(folder=folder)
@@ -350,7 +350,7 @@ def describe_failure(error_text: str, returncode: int, folder: Path = Path()) ->
     lines = [line.rstrip() for line in error_text.splitlines() if line.strip()]
     if not lines:
         return f"exit code {returncode}"
-    # A traceback ends with the exception, whose message may have several lines.
+    # A traceback ends with the exception; its message may have several lines.
     exception_line_numbers = [
         i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)
     ]
@@ -366,7 +366,7 @@ def describe_folder_size(folder: Path) -> str:
 
 
 def estimate_disk_space(source: Source, compression: Compression) -> float:
-    """Return the disk space for exporting ``source``, in bytes: its IR and, if made first, the uncompressed one."""
+    """Return the disk space for exporting ``source``, in bytes: its IR and, if made first, the uncompressed IR."""
     if source.is_ir:
         return source.size_in_bytes
     if compression.weight_format == KEEP:
@@ -382,13 +382,13 @@ def estimate_disk_space(source: Source, compression: Compression) -> float:
 
 
 def choose_group_size(source: Source, compression: Compression) -> Compression:
-    """Return ``compression`` with groups that divide the rows of the weights, if it has only int4 and no group size.
+    """Return ``compression`` with a group size that fits the weights' rows, if it has only int4 and no group size.
 
     Raises:
-        OvspecError: a requested group size doesn't divide them, which nncf would say after the conversion.
+        OvspecError: a requested group size doesn't fit; nncf would say so only after the conversion.
     """
     if source.is_ir or compression.weight_format != "int4" or compression.ratio not in (None, 1.0):
-        return compression  # with a ratio, nncf chooses the layers that are cut
+        return compression  # with a ratio, nncf chooses the layers to compress
     row_widths = source.weight_widths()
     group_size = compression.group_size or DEFAULT_GROUP_SIZE
     misfit_layer = next((name for name, width in row_widths.items() if group_size != -1 and width % group_size), None)
@@ -399,16 +399,16 @@ def choose_group_size(source: Source, compression: Compression) -> Compression:
     if fitting_size < SMALLEST_GROUP_SIZE:
         fitting_size = -1
         advice = "-1"
-    if not compression.requested_options():  # optimum's own choice for a model that it doesn't know has groups of 128
+    if not compression.requested_options():  # optimum's own choice for an unknown model has groups of 128
         return dataclasses.replace(compression, group_size=fitting_size)
     raise OvspecError(
         f"{source.name}: `group_size` is {group_size}, but {misfit_layer} has rows of {row_widths[misfit_layer]} "
-        f"weights; take {advice} for a scale per channel."
+        f"weights; use {advice} for a scale per channel."
     )
 
 
 def check_converted_files(source: Source, folder: Path) -> None:
-    """Raise OvspecError if a step reported success but left no model."""
+    """Raise OvspecError if a step reported success but produced no model."""
     for file in (folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin")):
         if not file.is_file() or not file.stat().st_size:
             raise OvspecError(f"{source.name}: the conversion wrote no {file.name}; is the disk full?")

@@ -1,7 +1,7 @@
-"""Drafts that propose only some of their target's ids: the ids, and an IR with the lm_head's rows of these alone.
+"""Drafts with a reduced vocabulary: their ids, and an IR with only these ids' rows of the lm_head.
 
-A checkpoint of such a draft has the file ``DRAFT_VOCABULARY_FILE`` with the ids; its weights are a usual draft's. The
-rows are cut when it is exported. Its IR names the ids in the output ``TARGET_IDS_OUTPUT``.
+A checkpoint of such a draft has the file ``DRAFT_VOCABULARY_FILE`` with the ids; its weights are a usual draft's.
+Exporting cuts the rows. Its IR lists the ids in the output ``TARGET_IDS_OUTPUT``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ovspec.ir.lm_head import find_logits_operations, keep_logits
 from ovspec_export.sources import HeadSource, MtpSource, Source
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.json"
-MIN_IDS = 64  # ids; with fewer, hardly anything can be proposed
+MIN_IDS = 64  # ids; with fewer, a draft is nearly useless
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class DraftVocabularyFile:
 
 
 def write_draft_vocabulary(folder: Path, ids: np.ndarray) -> None:
-    """Let the checkpoint in ``folder`` propose only ``ids`` (n,)."""
+    """Make the checkpoint in ``folder`` propose only ``ids`` (n,)."""
     write_atomically(folder / DRAFT_VOCABULARY_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
 
 
 def read_draft_vocabulary(folder: Path) -> np.ndarray:
-    """Return the ids that the checkpoint in ``folder`` proposes, (n,) int64."""
+    """Return the ids proposed by the checkpoint in ``folder``, (n,) int64."""
     return np.array(read_dataclass(DraftVocabularyFile, folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
 
 
 def is_trimmed(source: Source) -> bool:
-    """Return whether a model proposes only some ids."""
+    """Return whether a model has a reduced vocabulary."""
     return has_trimmed_vocabulary(source.path) if source.is_ir else (source.path / DRAFT_VOCABULARY_FILE).is_file()
 
 
 def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
-    """Return the ids that a draft model or MTP layer proposes, (n,) int64; None for all, or an EAGLE-3 head.
+    """Return the ids proposed by a draft model or MTP layer, (n,) int64; None for all, or an EAGLE-3 head.
 
     Raises:
-        OvspecError: they aren't different ids of both models, or they can't be read.
+        OvspecError: they aren't distinct ids of both models, or they can't be read.
     """
     if (isinstance(draft, HeadSource) and not isinstance(draft, MtpSource)) or not is_trimmed(draft):
         return None
@@ -70,29 +70,32 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
     vocab_size = min(source.get_config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
     if len(wrong_ids := ids[(ids < 0) | (ids >= vocab_size)]):
-        raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong_ids[0]} of {vocab_size}.")
+        raise OvspecError(
+            f"{draft.name}: its draft vocabulary has token id {wrong_ids[0]}, but there are {vocab_size} tokens; "
+            "trim the draft again."
+        )
     if len(np.unique(ids)) < len(ids):
-        raise OvspecError(f"{draft.name}: its draft vocabulary names a token twice.")
+        raise OvspecError(f"{draft.name}: its draft vocabulary has a duplicate token; trim the draft again.")
     return ids
 
 
 def choose_most_used_ids(
     texts: Iterable[Sequence[int]], count: int, vocab_size: int, special_ids: Iterable[int] = ()
 ) -> np.ndarray:
-    """Return the ``count`` ids that texts use most, sorted, (count,) int64.
+    """Return the ``count`` ids most used in texts, sorted, (count,) int64.
 
     Args:
-        texts: token ids of what the target reads and writes.
-        count: as many ids.
-        vocab_size: the draft's number of ids. If the texts use too few, the smallest of the others are added: those are
-            the most frequent ones in vocabularies of merges.
-        special_ids: ids of special tokens, which are kept if the texts use them at all.
+        texts: token ids of the target's prompts and answers.
+        count: number of ids.
+        vocab_size: the draft's number of ids. If the texts use too few, the smallest other ids are added: they are the
+            most frequent in vocabularies of merges.
+        special_ids: ids of special tokens, kept if the texts use them at all.
 
     Raises:
         OvspecError: so many ids can't be kept.
     """
     if not MIN_IDS <= count <= vocab_size:
-        valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the draft's number of ids"
+        valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the size of the draft's vocabulary"
         raise OvspecError(f"`trim_vocabulary` is {count}; {valid_counts_text}.")
     id_counts = np.bincount(concatenate_ids(texts), minlength=vocab_size)[:vocab_size]
     used_special_ids = np.array(
@@ -108,28 +111,28 @@ def concatenate_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
 
 
 def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
-    """Keep of the lm_head of the IR in ``folder`` only the rows of ``ids`` (n,); the embedding keeps all.
+    """Reduce the lm_head of the IR in ``folder`` to the rows of ``ids`` (n,); the embedding keeps all.
 
     ``name`` is for messages.
 
     Raises:
-        OvspecError: the lm_head isn't found, or its weights are made in an unknown way.
+        OvspecError: the lm_head isn't found, or its weights come from unknown operations.
     """
     try:
         model = read_and_trim_model(folder, ids)
     except ValueError as error:
-        raise OvspecError(f"{name}: its vocabulary can't be trimmed, because {error}; choose another draft.") from None
+        raise OvspecError(f"{name}: its vocabulary can't be trimmed: {error}; choose another draft.") from None
     write_target_ids(model, ids)
     ov.save_model(model, folder / "trimmed.xml", compress_to_fp16=False)
-    del model  # it maps the file that is replaced next
+    del model  # it maps the file to be replaced next
     for suffix in (".bin", ".xml"):
         (folder / f"trimmed{suffix}").replace((folder / MODEL_FILE).with_suffix(suffix))
 
 
 def read_and_trim_model(folder: Path, ids: np.ndarray) -> ov.Model:
-    """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
+    """Return the graph of the model in ``folder`` reduced to the logits of ``ids`` (n,); ValueError if impossible."""
     model = read_openvino_model(folder)
-    # The embedding may have the lm_head's weights, so the rows come from a second reading.
+    # The embedding may share the lm_head's weights, so the rows come from a second copy of the model.
     second_model = read_openvino_model(folder)
     logits_operations = find_logits_operations(model)
     previous_node = logits_operations[0].input_value(0).get_node()
@@ -141,5 +144,5 @@ def read_and_trim_model(folder: Path, ids: np.ndarray) -> ov.Model:
     keep_logits(logits_operations, ids)
     model.validate_nodes_and_infer_types()
     if model.output("logits").get_partial_shape()[-1] != len(ids):
-        raise ValueError("its logits don't have one value for each row of its lm_head")
+        raise ValueError("its logits and the rows of its lm_head differ in number")
     return model

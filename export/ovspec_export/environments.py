@@ -1,8 +1,8 @@
-"""Environments for families that the installed transformers can't export: folders laid over it, in the user's cache.
+"""Environments for families that the installed transformers can't export: overlay folders in the user's cache.
 
-An overlay holds other versions of a few packages, made with ``pip install --no-deps --target`` from wheels whose
-checksums are fixed here. Only the process that exports sees it, at the front of its ``PYTHONPATH``. Nothing is
-installed into the user's own environment.
+An overlay has other versions of a few packages, installed with ``pip install --no-deps --target`` from wheels whose
+checksums are fixed here. Only the exporting process sees it, at the front of its ``PYTHONPATH``. Nothing is installed
+into the user's own environment.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.ir.device import default_cache_dir
 from ovspec_export.folders import check_disk_space
 
-NEEDED_BYTES = 130_000_000  # of disk while an overlay is made, wheels included
-# Scripts are not used. Wheels may overwrite each other's, and pip lists them outside the folder.
+NEEDED_BYTES = 130_000_000  # of disk for making an overlay, wheels included
+# Scripts are unused. Wheels may overwrite each other's, and pip lists them outside the folder.
 SCRIPT_PREFIXES = ("../", "/", "bin/", "Scripts/")
-# Text in pip's or uv's output -> why the packages could not be had.
+# Text in pip's or uv's output -> why the packages are unavailable.
 INSTALL_FAILURES = {
     "No space left on device": "the disk is full",
     "No matching distribution": "the package index cannot be reached or doesn't have them",
     "NewConnectionError": "the package index cannot be reached",
     "Failed to fetch": "the package index cannot be reached",
-    "DO NOT MATCH THE HASHES": "what the package index sent has another checksum",
-    "Long Path support": "a path is longer than Windows allows; let it have long paths",
-    "Hash mismatch": "what the package index sent has another checksum",
+    "DO NOT MATCH THE HASHES": "a downloaded package has the wrong checksum",
+    "Long Path support": "a path is too long for Windows; enable long paths",
+    "Hash mismatch": "a downloaded package has the wrong checksum",
 }
 
 
@@ -50,18 +50,18 @@ class Environment:
 
     @property
     def overlay_folder(self) -> Path:
-        """The folder that holds the overlay once it is made; its name changes with the versions."""
+        """The folder for the finished overlay; its name changes with the versions."""
         versions = "-".join(f"{name}-{version}" for name, version, _ in self.wheels)
         return default_cache_dir() / "environments" / versions
 
     @property
     def partial_prefix(self) -> str:
-        """The prefix of folders in which it is being made: short, as Windows' paths end at 259 characters."""
+        """The prefix of folders for unfinished overlays: short, as Windows' paths end at 259 characters."""
         return f".{zlib.crc32(self.overlay_folder.name.encode()):08x}-"
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the overlay is there and whole; a copy that was made by hand may not be."""
+        """Whether the overlay is there and complete; a copy made by hand may not be."""
         dist_info_names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
         return all(is_wheel_complete(self.overlay_folder / dist_info_name) for dist_info_name in dist_info_names)
 
@@ -88,7 +88,7 @@ OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
 
 
 def is_wheel_complete(dist_info: Path) -> bool:
-    """Return whether every file that the RECORD in a wheel's ``.dist-info`` lists is there, in the size it lists."""
+    """Return whether every file listed in the RECORD of a wheel's ``.dist-info`` is there, with the listed size."""
     folder = str(dist_info.parent)
     file_count = 0
     try:
@@ -106,10 +106,10 @@ def is_wheel_complete(dist_info: Path) -> bool:
 
 
 def prepare_environment(environment: Environment, families: str) -> Path:
-    """Make the overlay unless it is there, and return its folder.
+    """Make the overlay unless it exists, and return its folder.
 
     Args:
-        families: the families that are exported with it, for messages.
+        families: the families exported with it, for messages.
 
     Raises:
         OvspecError: the packages can't be downloaded or installed, or the disk is full.
@@ -120,7 +120,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        check_disk_space(folder, NEEDED_BYTES, f"the environment for {families}", "make room")
+        check_disk_space(folder, NEEDED_BYTES, f"the environment for {families}", "free some space")
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -128,7 +128,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
             lock.acquire()
         try:
             if not environment.is_prepared:
-                # A process that was killed leaves one.
+                # A killed process leaves such folders.
                 for partial_folder in folder.parent.glob(f"{environment.partial_prefix}*"):
                     shutil.rmtree(partial_folder, ignore_errors=True)
                 if folder.exists():
@@ -143,7 +143,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
 
 
 def install_wheels(environment: Environment, families: str) -> int:
-    """Install the wheels beside the overlay's place, and rename the whole in its stead; return its size in bytes."""
+    """Install the wheels next to the overlay's place, and move the result there; return its size in bytes."""
     folder = environment.overlay_folder
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=environment.partial_prefix, ignore_cleanup_errors=True
@@ -162,7 +162,7 @@ def install_wheels(environment: Environment, families: str) -> int:
             "-r",
             str(requirements_file),
         ]
-        # pip unpacks in the temporary folder first, which may be too small a disk.
+        # pip unpacks in the temporary folder first, and its disk may be too small.
         temporary_variables = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary_folder)
         installer_variables = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
         installer_variables |= dict.fromkeys(("PIP_DRY_RUN", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"), "0")
@@ -178,11 +178,11 @@ def install_wheels(environment: Environment, families: str) -> int:
         if process.returncode:
             reason = describe_install_failure(process)
             wheel_names = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
-            incomplete_note = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
+            incomplete_note = f"The folder {folder.name} is incomplete. " if folder.exists() else ""
             raise OvspecError(
                 f"Exporting {families} needs {wheel_names}, which could not be installed into {folder.parent} "
-                f"({reason}). {incomplete_note}Without a network, run 'ovspec export --prepare {families}' on a "
-                f"machine that has one, and copy the folder {folder.name} from there."
+                f"({reason}). {incomplete_note}Without a network, run 'ovspec export --prepare {families}' on "
+                f"another machine, and copy the folder {folder.name} from there."
             )
         size = sum(path.stat().st_size for path in packages_folder.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder
@@ -192,7 +192,7 @@ def install_wheels(environment: Environment, families: str) -> int:
 
 
 def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
-    """Return the reason why the packages couldn't be had, from the output of pip or uv."""
+    """Return why the packages are unavailable, from the output of pip or uv."""
     output = process.stdout + process.stderr
     for pattern, reason in INSTALL_FAILURES.items():
         if pattern in output:
@@ -202,17 +202,17 @@ def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
 
 
 def find_installer_command() -> list[str]:
-    """Return the command that installs packages: this Python's pip, or uv."""
+    """Return the command for installing packages: this Python's pip, or uv."""
     if importlib.util.find_spec("pip"):
         pip_command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
         return [*pip_command, "--only-binary", ":all:"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
-    raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install one of them.")
+    raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install pip.")
 
 
 def prepare_environments(families_by_environment: dict[Environment, str]) -> None:
-    """Make these overlays, each for the families that are named with it, and print their folders."""
+    """Make these overlays, each for its families, and print their folders."""
     if not families_by_environment:
         print_note("nothing to prepare: these families need only what is installed")
     for environment, families in families_by_environment.items():

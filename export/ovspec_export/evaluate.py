@@ -27,7 +27,7 @@ def compare_with_checkpoint(
 ) -> dict[str, float]:
     """Return both perplexities, the mean KL divergence of the IR from the checkpoint (nats) and the top-1 agreement.
 
-    Both compute in f32, so that only the weights differ. Raises OvspecError if the text has fewer than two tokens.
+    Both compute in f32, so only the weights differ. Raises OvspecError if the text has fewer than two tokens.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""The weights of experts, which transformers stacks: a parameter holds those of all experts, for one or two products.
+"""The weights of experts, stacked by transformers: one parameter has all experts' weights, for one or two products.
 
-A graph has one constant, (experts, rows, columns), for each product. Its weights are read as one matrix, in which the
-rows of each expert follow those of the one before.
+A graph has one constant, (experts, rows, columns), for each product. Its weights are read as one matrix, with the rows
+of one expert after another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ovspec_export.packed_weights import PackedWeights
 
 SKELETON_WIDTH = 2  # of the experts in a model without the large weights
-# Name of a parameter -> the layers of an expert whose rows it holds, one below the other.
+# Name of a parameter -> the layers of an expert whose rows it holds, concatenated.
 STACKED_LAYERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -22,7 +22,7 @@ STACKED_LAYERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_
 class ExpertStack:
     """A parameter with the weights of all experts.
 
-    matrices: the names of its matrices; each has the rows of all experts for one product.
+    matrices: the names of its matrices, one for each product, with the rows of all experts.
     shape: of such a matrix in the graph, (experts, rows, columns).
     widens: its products go from the hidden size to the experts' own width, not back.
     """
@@ -41,7 +41,7 @@ class ExpertStack:
 
 
 def find_expert_stacks(shapes: dict[str, tuple[int, ...]]) -> dict[str, ExpertStack]:
-    """Return the parameters with the weights of all experts among those with these ``shapes``."""
+    """Return the parameters with the weights of all experts among parameters with these ``shapes``."""
     stacks: dict[str, ExpertStack] = {}
     for name, shape in shapes.items():
         prefix, _, parameter = name.rpartition(".")
@@ -59,7 +59,7 @@ def find_expert_stacks(shapes: dict[str, tuple[int, ...]]) -> dict[str, ExpertSt
 def join_matrices(stack: ExpertStack, read_experts: Callable[[str], Iterable[np.ndarray]]) -> np.ndarray:
     """Return the values of a stack's parameter, (experts, rows, columns) float32.
 
-    read_experts: returns the rows of each expert in a matrix of that name.
+    read_experts: returns each expert's rows of the matrix of this name.
     """
     expert_count, row_count, columns = stack.shape
     values = np.empty((expert_count, len(stack.matrices) * row_count, columns), np.float32)
@@ -70,7 +70,7 @@ def join_matrices(stack: ExpertStack, read_experts: Callable[[str], Iterable[np.
 
 
 def list_expert_layers(matrix: str, expert_count: int) -> list[str]:
-    """Return the names that a checkpoint has for the weights of each expert in a matrix of an ``ExpertStack``."""
+    """Return a checkpoint's names for the weights of each expert in a matrix of an ``ExpertStack``."""
     prefix, _, layer = matrix.rpartition(".")
     return [f"{prefix}.{number}.{layer}.weight" for number in range(expert_count)]
 
@@ -79,10 +79,10 @@ def join_experts(experts: list[PackedWeights]) -> PackedWeights:
     """Return the rows of all experts as one matrix of the same weights.
 
     Raises:
-        ValueError: they differ in their groups, or the columns of one have an order of their own.
+        ValueError: they differ in their groups, or one has reordered columns.
     """
     if any(weights.column_order is not None for weights in experts):
-        raise ValueError("an order of their columns, which experts can't have")
+        raise ValueError("reordered columns")
     if len({(weights.shape, weights.scales.shape) for weights in experts}) > 1:
         raise ValueError("groups of different sizes")
     if any(weights.zero_points is not None for weights in experts):
@@ -98,7 +98,7 @@ def join_experts(experts: list[PackedWeights]) -> PackedWeights:
 
 
 def add_zero_points(weights: PackedWeights) -> PackedWeights:
-    """Return the same weights as unsigned integers with zero points, which they are already if they have any."""
+    """Return the same weights as unsigned integers with zero points; unchanged if they have zero points already."""
     if weights.zero_points is not None:
         return weights
     center = {"i4": 8, "i8": 128}[weights.element_type]

@@ -41,24 +41,24 @@ def export_pair(
     chat_template: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> Manifest:
-    """Export ``target`` and, if there is one, a draft into ``output``.
+    """Export ``target`` and, if requested, a draft into ``output``.
 
     Args:
         target: a folder with a checkpoint or an IR, a GGUF file, or a hub id.
-        draft: likewise, or an EAGLE-3 head or MTP layer that was trained for the target; "mtp" for the MTP layer that
-            the target's checkpoint has, which is the default if there is one; "none" for none.
+        draft: likewise, or an EAGLE-3 head or MTP layer for the target; "mtp" for the MTP layer of the target's
+            checkpoint, the default if there is one; "none" for none.
         output: the folder to write.
-        overwrite: replace, at the very end, a pair that ovspec exported there before.
-        compression: how the target's weights are stored; by default int8, and weights that are quantised are kept.
-        draft_compression: how the draft's weights are stored; by default like the target's.
+        overwrite: replace, at the very end, an earlier export there.
+        compression: the format of the target's weights; by default int8, and quantised weights are kept.
+        draft_compression: the format of the draft's weights; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
-        evaluate: a text file on which the exported models are compared with the checkpoints.
+        evaluate: a text file for comparing the exported models with the checkpoints.
         chat_template: the target's template in place of its own; see ``resolve_custom_template``.
-        trust_remote_code: run the Python code that a checkpoint brings.
+        trust_remote_code: run the checkpoint's own Python code.
 
     Raises:
-        OvspecError: an option is wrong, the vocabularies differ, a model can't be exported, a folder is in the
-            way, or the disk has too little space.
+        OvspecError: an option is invalid, the vocabularies differ, a model can't be exported, a folder is in the way,
+            or the disk has too little space.
     """
     output = output.expanduser().resolve()
     plan = plan_export(
@@ -105,7 +105,7 @@ def export_pair(
         differing_texts: list[str] = []
         with show_step(f"{sources[0].name}: comparing the tokenizers"):
             if not sources[0].is_ir:
-                # That of a GGUF file is built in less time than a checkpoint's is loaded.
+                # A GGUF file's tokenizer is built faster than a checkpoint's is loaded.
                 tokenizer_source = plan.sources[0] if isinstance(plan.sources[0], GgufSource) else sources[0]
                 differing_texts = find_differing_texts(load_tokenizer(tokenizer_source, trust_remote_code), work_folder)
         for differing_text in differing_texts:

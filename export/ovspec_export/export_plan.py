@@ -1,4 +1,4 @@
-"""The plan of an export, checked before anything is converted: options, models, and room on the disk."""
+"""The plan of an export, checked before any conversion: options, models, and room on the disk."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templa
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The models of an export, and the way of exporting them.
+    """The models of an export, and its options.
 
     sources: the target's and, if there is one, the draft's.
-    compressions: of the target and of a draft, also of a draft that is made of the target's first layers.
+    compressions: of the target and of a draft, even of a draft made from the target's first layers.
     chat_template: the target's template in place of its own.
-    draft_ids: the ids that the draft proposes, (n,); None for all.
-    tap_layers: the target's layers whose features the head reads; none of them for what the lm_head reads, and None
-        without a head.
+    draft_ids: the ids proposed by the draft, (n,); None for all.
+    tap_layers: the target layers whose inputs the head reads; empty for the lm_head's input, None without a head.
     """
 
     sources: list[Source]
@@ -55,11 +54,11 @@ def plan_export(
     chat_template: str | Path | None,
     trust_remote_code: bool,
 ) -> ExportPlan:
-    """Return the plan of ``export_pair``, which describes the arguments and errors."""
+    """Return the plan of ``export_pair``; see there for the arguments and errors."""
     for weight_options in filter(None, (compression, draft_compression)):
         weight_options.check_weight_options()
     if draft not in (None, NO_DRAFT) and draft_layers is not None:
-        raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
+        raise OvspecError("`draft_layers` and `draft` can't be combined; leave one out.")
     if evaluate:
         read_text(evaluate)
     check_output_folder(output, overwrite)
@@ -72,15 +71,15 @@ def plan_export(
         print_note(f"{source.name}: {format_size(source.size_in_bytes)}{ir_note}, revision {source.revision[:12]}")
         folder = source.path.resolve()
         if output == folder or folder in output.parents or output in folder.parents:
-            raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
+            raise OvspecError(f"{output}: overlaps with the source {source.name}; choose another `output`.")
     target_source = sources[0]
     if isinstance(target_source, HeadSource):
         raise OvspecError(
-            f"{target_source.name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`."
+            f"{target_source.name}: an EAGLE-3 head, not a model; export its target, with the head as `draft`."
         )
     if is_trimmed(target_source):
         raise OvspecError(
-            f"{target_source.name}: a draft with a trimmed vocabulary; name its target, and it as `draft`."
+            f"{target_source.name}: a draft with a trimmed vocabulary; export its target, with this draft as `draft`."
         )
     resolved_template = (
         None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
@@ -88,14 +87,14 @@ def plan_export(
     draft_head = draft_source if isinstance(draft_source, HeadSource) else None
     draft_ids = read_proposed_ids(draft_source, target_source) if draft_source else None
     if evaluate and any(source.is_ir for source in sources if source is not draft_head):
-        raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
+        raise OvspecError("`evaluate` needs a checkpoint, but the source is already an IR; leave it out.")
     for source, weight_options in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and weight_options not in (None, INT8, KEPT):
-            raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
+            raise OvspecError(f"{source.name}: already an IR; leave out the weight options.")
     tap_layers = check_head_fits(target_source, draft_head) if draft_head else None
     for source in sources:
         if not source.is_ir:
-            # Prepared before anything is converted, so that a missing version is noticed at once.
+            # Prepared before any conversion, so that a missing version is noticed at once.
             prepare_environment_variables(source.family.environment, source.model_type)
     inherited_compression = None if compression == KEPT else compression
     compression, draft_compression = (
@@ -124,10 +123,10 @@ def plan_export(
 
 
 def resolve_compression(source: Source, compression: Compression | None) -> Compression:
-    """Return how the weights of ``source`` are stored, by default as they are if they are quantised, else in int8.
+    """Return the format of the weights of ``source``, by default unchanged if they are quantised, else int8.
 
     Raises:
-        OvspecError: they are to be kept, and can't be.
+        OvspecError: they can't be kept as requested.
     """
     if compression is not None and compression.weight_format != KEEP:
         check_can_be_unpacked(source)
@@ -138,8 +137,7 @@ def resolve_compression(source: Source, compression: Compression | None) -> Comp
         return KEPT
     if compression is not None:
         raise OvspecError(
-            f"{source.name}: its weights aren't quantised, and can't be kept; name another `weight_format` than "
-            f"'{KEEP}'."
+            f"{source.name}: its weights aren't quantised, so `weight_format` can't be '{KEEP}'; choose another."
         )
     return INT8
 
@@ -147,10 +145,10 @@ def resolve_compression(source: Source, compression: Compression | None) -> Comp
 def find_draft_source(
     target: Source, draft: str | None, draft_layers: int | None, trust_remote_code: bool
 ) -> Source | None:
-    """Return the draft that ``draft`` names, or None; by default it is the MTP layer of the target if it has one.
+    """Return the draft named ``draft``, or None; by default it is the target's MTP layer, if any.
 
     Raises:
-        OvspecError: like ``find_source``, or the target has no MTP layer and is to have one.
+        OvspecError: like ``find_source``, or a requested MTP layer is missing in the target.
     """
     if draft not in (None, NO_DRAFT, MTP_DRAFT):
         return find_source(draft, trust_remote_code)
@@ -159,6 +157,6 @@ def find_draft_source(
     mtp_layer = find_own_mtp_layer(target)
     if not mtp_layer and draft == MTP_DRAFT:
         raise OvspecError(
-            f"{target.name}: it has no MTP layer, or one with quantised weights; leave out the draft, or name one."
+            f"{target.name}: has no MTP layer, or only a quantised MTP layer; choose another `draft`, or leave it out."
         )
     return mtp_layer

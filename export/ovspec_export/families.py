@@ -1,4 +1,4 @@
-"""What each model family needs to be exported: an environment, and changes to optimum, each with its reason.
+"""What each model family needs for an export: an environment, and changes to optimum, each with its reason.
 
 A family is the ``model_type`` of a checkpoint's config. Families without an entry are refused.
 ``tests/export/test_patches.py`` fails when a change here is no longer needed.
@@ -18,15 +18,15 @@ from ovspec_export.environments import OPTIMUM_INTEL_2_2, OVERLAYS, TRANSFORMERS
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is exported.
+    """How to export a family.
 
     environment: an overlay, if the installed transformers can't export it.
-    ignores_version_limit: of optimum, on the version of transformers; our tests show that it isn't needed.
-    alias_of: the family whose export config optimum uses for this one, which it doesn't know.
-    experts_implementation: how transformers computes the experts while traced; its default can't be converted.
-    patches: functions of ``patches.py`` that are called before the export.
-    remote_code: the checkpoint brings code that only runs with ``--trust-remote-code``.
-    untested: this project's tests export none of it.
+    ignores_version_limit: ignore optimum's limit for the version of transformers; our tests show it isn't needed.
+    alias_of: the family whose export config optimum uses for this family, which it doesn't know.
+    experts_implementation: how transformers computes experts during tracing; its default can't be converted.
+    patches: functions of ``patches.py`` to call before the export.
+    remote_code: the checkpoint has its own code, which needs ``--trust-remote-code``.
+    untested: this project's tests never export it.
     """
 
     environment: Environment | None = None
@@ -46,15 +46,15 @@ UNCHANGED_FAMILIES = (
 )
 UNTESTED_FAMILIES = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
 FAMILIES: dict[str, Family] = {
-    # Written for transformers 5.0 and older in optimum, but the same in 5.5.
+    # optimum limits these to transformers 5.0 and older, but they are the same in 5.5.
     **dict.fromkeys(
         ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), Family(ignores_version_limit=True)
     ),
-    # Inherits a limit of 5.0 beside its own of 5.5. Some have experts.
+    # Inherits a limit of 5.0 in addition to its own of 5.5. Some have experts.
     "gemma4_text": Family(
         ignores_version_limit=True, experts_implementation="batched_mm", patches=("shorten_dummy_window",)
     ),
-    # optimum knows by the model's name how it is compressed to int4; a snapshot of the hub has none.
+    # optimum chooses the int4 compression by the model's name; a snapshot of the hub has none.
     "gpt_oss": Family(patches=("compress_as_gpt_oss",)),
     # Unknown to optimum, but built like another family.
     "ministral": Family(alias_of="mistral"),
@@ -79,12 +79,12 @@ FAMILIES: dict[str, Family] = {
     "falcon_mamba": Family(TRANSFORMERS_4_57, patches=("scan_mamba_in_a_loop",)),
     # optimum refuses them with transformers 5.
     **dict.fromkeys(("bitnet", "dbrx"), Family(TRANSFORMERS_4_57, untested=True)),
-    # The code that their checkpoints bring was written for transformers 4.
+    # The code in their checkpoints was written for transformers 4.
     **dict.fromkeys(
         ("aquila", "baichuan", "deci", "exaone", "internlm", "internlm2", "jais", "orion", "xverse"),
         OLD_REMOTE_CODE_FAMILY,
     ),
-    # Exported as optimum does it.
+    # Exported by optimum without changes.
     **dict.fromkeys(UNCHANGED_FAMILIES.split(), Family()),
     **dict.fromkeys(UNTESTED_FAMILIES.split(), Family(untested=True)),
 }
@@ -101,17 +101,17 @@ TEXT_MODEL_CLASSES = {
     "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
     "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
 }
-# Families of checkpoints whose config.json may have the text model's entries beside its own, without a ``text_config``.
+# Families whose config.json may have the text model's entries next to its own, without a ``text_config``.
 FLAT_CONFIG_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
 
 @dataclass(frozen=True)
 class TextOnlyFamily:
-    """A family that is the same as ``family`` for text alone.
+    """A family equal to ``family`` for text alone.
 
     A token of a text has the same position in time, height and width, so its three rotary embeddings are one.
 
-    config_defaults: of its config in transformers, where those of ``family`` differ.
+    config_defaults: of its config in transformers, where they differ from ``family``'s.
     """
 
     family: str
@@ -130,8 +130,8 @@ TEXT_ONLY_FAMILIES = {
 # Families that optimum registers, but whose export fails.
 NEEDS_OLD_TRANSFORMERS = "optimum exports it only with transformers 4.55 and older"
 UNSUPPORTED_FAMILIES = {
-    "mamba2": "optimum does not know it",
-    "nemotron": "optimum does not know it",
+    "mamba2": "unknown to optimum-intel",
+    "nemotron": "unknown to optimum-intel",
     "zamba2": "optimum cannot save its shared tensors",
     **dict.fromkeys(
         ("arctic", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "minicpm", "minicpm3", "qwen"),
@@ -141,20 +141,20 @@ UNSUPPORTED_FAMILIES = {
 
 
 def find_family(model_type: str, name: str) -> Family:
-    """Return how checkpoints of this ``model_type`` are exported; raises OvspecError if they can't be."""
+    """Return how to export checkpoints of this ``model_type``; raises OvspecError if impossible."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    reason = UNSUPPORTED_FAMILIES.get(model_type, "neither ovspec nor optimum-intel knows it")
+    reason = UNSUPPORTED_FAMILIES.get(model_type, "unknown to ovspec and optimum-intel")
     raise OvspecError(
         f"{name}: models of the family {model_type} cannot be exported ({reason}); see 'ovspec export --list-families'."
     )
 
 
 def find_environments(names: Sequence[str]) -> dict[Environment, str]:
-    """Return the overlays that the families ``names``, or "all", need, each with the names of its families.
+    """Return the overlays for the families ``names``, or "all", each with the names of its families.
 
     Raises:
-        OvspecError: a family is unknown, or a name is that of a model.
+        OvspecError: a family is unknown, or a name is a model's.
     """
     families = {*FAMILIES, *TEXT_MODEL_CLASSES, *UNSUPPORTED_FAMILIES}
     known_pairs = read_known_pairs()
@@ -164,8 +164,8 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
             continue
         if name not in families and (name in known_pairs or "/" in name or "\\" in name or Path(name).is_dir()):
             raise OvspecError(
-                f"{name}: a model, but only families can be prepared for; name the model_type in its config.json, "
-                "and see 'ovspec export --list-families'."
+                f"{name}: a model, but only families can be prepared; give the model_type in its config.json, or see "
+                "'ovspec export --list-families'."
             )
         model_types = TEXT_MODEL_CLASSES.get(name, (name,))
         for environment in filter(None, (find_family(model_type, name).environment for model_type in model_types)):
@@ -175,7 +175,7 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
 
 
 def describe_families() -> list[str]:
-    """Return a line for each family: its name, its environment, whether that is prepared, and its other needs."""
+    """Return a line for each family: its name, its environment, whether it is prepared, and its other needs."""
     outer_families = {
         text_family: [
             outer_family for outer_family, text_classes in TEXT_MODEL_CLASSES.items() if text_family in text_classes

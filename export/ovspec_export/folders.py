@@ -1,8 +1,8 @@
-"""The folder an export writes: beside the output, locked, and renamed to the output's name at the end.
+"""The folder of an export in progress: next to the output, locked, and renamed to the output's name at the end.
 
-A process that is killed leaves ``.NAME.partial-*`` or, between two renames, ``.NAME.old``. The next export to the same
-place cleans up; loading the folder restores ``.NAME.old`` (``ovspec.setup.manifest.restore_backup``). Only folders with
-a manifest of ovspec are ever deleted; an unfinished folder has one that marks it as such.
+A killed process leaves ``.NAME.partial-*`` or, between two renames, ``.NAME.old``. The next export to the same place
+cleans up; loading the folder restores ``.NAME.old`` (``ovspec.setup.manifest.restore_backup``). Only folders with a
+manifest of ovspec are ever deleted; an unfinished folder has a manifest, too, marked as unfinished.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file manager
 
 
 def check_output_folder(output: Path, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` holds something that ovspec did not make or, without ``overwrite``, a pair."""
+    """Raise OvspecError if ``output`` has files that ovspec didn't make or, without ``overwrite``, a pair."""
     if output.exists() and not output.is_dir():
-        raise OvspecError(f"{output}: is a file; name another `output`.")
+        raise OvspecError(f"{output}: is a file; choose another `output`.")
     restore_backup(output)
     if output.exists() and (foreign_name := find_foreign_file(output)):
         raise OvspecError(
-            f"{output}: holds files that ovspec did not export ({foreign_name}); name another `output`, or move them "
-            "away."
+            f"{output}: contains files not exported by ovspec ({foreign_name}); choose another `output`, or move "
+            "them away."
         )
     check_file_name(output)
     if not overwrite and has_manifest(output) and not read_raw_manifest(output).get("unfinished"):
-        raise OvspecError(f"{output} already exists; name another `output`, or add `overwrite=True`.")
+        raise OvspecError(f"{output} already exists; choose another `output`, or add `overwrite=True`.")
     backup = backup_path(output)
     if backup.exists() and (not has_manifest(backup) or find_foreign_file(backup)):
-        raise OvspecError(f"{backup}: is in the way and holds what ovspec did not make; rename it.")
+        raise OvspecError(f"{backup}: is in the way and contains files not exported by ovspec; rename it.")
 
 
 def check_files_closed(output: Path) -> None:
-    """Raise OvspecError if an export can't be replaced because its files are open, as Windows demands."""
+    """Raise OvspecError if an export can't be replaced because its files are open, as on Windows."""
     if sys.platform == "win32" and has_manifest(output):
         try:
             output.rename(backup_path(output))
@@ -58,8 +58,8 @@ def check_files_closed(output: Path) -> None:
 
 def open_files_error(output: Path) -> OvspecError:
     """Return the error for an export whose files are open."""
-    advice = "stop the program that has loaded it, such as 'ovspec serve'"
-    return OvspecError(f"{output}: its files are open, so the old export stays; {advice}, and export again.")
+    advice = "stop the program using it, such as 'ovspec serve'"
+    return OvspecError(f"{output}: its files are open, so the old export was kept; {advice}, and export again.")
 
 
 def find_foreign_file(folder: Path) -> str | None:
@@ -83,7 +83,7 @@ def find_foreign_files(folder: Path) -> Iterator[str]:
 
 
 def read_raw_manifest(folder: Path) -> JsonObject:
-    """Return the manifest in ``folder`` as JSON; {} if there is none, or none that can be read."""
+    """Return the manifest in ``folder`` as JSON; {} if it is missing or unreadable."""
     try:
         return read_json(folder / MANIFEST_FILE)
     except OvspecError:
@@ -92,27 +92,29 @@ def read_raw_manifest(folder: Path) -> JsonObject:
 
 @contextlib.contextmanager
 def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
-    """Make a folder beside ``output`` that ``replace_folder`` can move into place; it is always gone afterwards.
+    """Make a folder next to ``output`` for ``replace_folder`` to move into place; it is always gone afterwards.
 
     Raises:
-        OvspecError: like ``check_output_folder``, or another export is writing ``output``, or its parent folder
-            can't be written.
+        OvspecError: like ``check_output_folder``, or another export is writing ``output``, or its parent folder can't
+            be written.
     """
-    # Beside the output, where every process that could write the output sees it.
+    # Next to the output, visible to every process that could write the output.
     lock_file = output.with_name(f".{output.name}.lock")
     lock = FileLock(lock_file)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise OvspecError(f"{output}: another export is writing it; wait for it, or name another `output`.") from None
+        raise OvspecError(
+            f"{output}: another export is writing to it; wait for it, or choose another `output`."
+        ) from None
     except OSError as error:
-        raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); name another `output`.") from None
+        raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); choose another `output`.") from None
     try:
         check_output_folder(output, overwrite)
         check_files_closed(output)
         for partial_folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-            remove_export_folder(partial_folder)  # of an export that was killed, since we hold the lock
+            remove_export_folder(partial_folder)  # of a killed export, since we hold the lock
         new_folder = name_partial_folder(output)
         new_folder.mkdir()
         (new_folder / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
@@ -131,7 +133,7 @@ def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
 def replace_folder(new_folder: Path, output: Path) -> None:
     """Replace ``output`` by ``new_folder`` with renames only, which also works on Windows."""
     backup = backup_path(output)
-    discard_backup(backup)  # of a replacement that was killed before it cleaned up
+    discard_backup(backup)  # of a replacement killed before its cleanup
     with contextlib.suppress(OSError):
         output.rmdir()  # an empty folder need not be kept
     for attempt in range(5):
@@ -142,14 +144,14 @@ def replace_folder(new_folder: Path, output: Path) -> None:
             break
         except BaseException as error:
             restore_backup(output)
-            # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file for a moment.
+            # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file briefly.
             if not isinstance(error, OSError) or not new_folder.exists() or attempt == 4:
                 if sys.platform == "win32" and isinstance(error, PermissionError):
                     raise open_files_error(output) from None
                 raise
             time.sleep(0.1)
     if has_manifest(backup):
-        for file_name in list(find_foreign_files(backup)):  # came while the export ran
+        for file_name in list(find_foreign_files(backup)):  # added during the export
             if not (output / file_name).exists():
                 (output / file_name).parent.mkdir(parents=True, exist_ok=True)
                 (backup / file_name).rename(output / file_name)
@@ -157,9 +159,9 @@ def replace_folder(new_folder: Path, output: Path) -> None:
 
 
 def discard_backup(backup: Path) -> None:
-    """Delete a backup that holds nothing but an export.
+    """Delete a backup, if it holds only an export.
 
-    It is renamed first, so that it isn't taken for an export when half deleted.
+    It is renamed first, so that half a folder is never taken for an export.
     """
     if has_manifest(backup) and not find_foreign_file(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
@@ -169,7 +171,7 @@ def discard_backup(backup: Path) -> None:
 
 
 def remove_export_folder(folder: Path) -> None:
-    """Delete a folder that ovspec made; its manifest goes last, so that the folder is recognised until then."""
+    """Delete a folder made by ovspec; its manifest goes last, to keep the folder recognisable until then."""
     if has_manifest(folder):
         for path in folder.iterdir():
             if path.name != MANIFEST_FILE:
@@ -182,23 +184,26 @@ def remove_export_folder(folder: Path) -> None:
 
 
 def name_partial_folder(output: Path) -> Path:
-    """Return a name for a folder that is not an export yet, or no longer one."""
+    """Return a name for a folder that is not yet, or no longer, an export."""
     return output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
 
 
 def check_disk_space(
-    folder: Path, needed_bytes: float, purpose: str = "the export", advice: str = "make room, or name another `output`"
+    folder: Path,
+    needed_bytes: float,
+    purpose: str = "the export",
+    advice: str = "free some space, or choose another `output`",
 ) -> None:
     """Raise OvspecError unless the bytes are free on the disk of ``folder`` or its nearest existing parent."""
     existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free_bytes = shutil.disk_usage(existing_folder).free
     if free_bytes < needed_bytes:
-        sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free_bytes)} are free"
+        sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free_bytes)} is free"
         raise OvspecError(f"{folder}: {purpose} needs {sizes}; {advice}.")
 
 
 def link_or_copy(source_file: Path, new_file: Path) -> None:
-    """Let ``new_file`` be the same file, or a copy where the disk has no links."""
+    """Make ``new_file`` a link to the same file, or a copy where the disk has no links."""
     try:
         os.link(source_file, new_file)
     except OSError:

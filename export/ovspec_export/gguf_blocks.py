@@ -1,7 +1,7 @@
 """The blocks of ggml's quantised types, read as integers with scales.
 
-The layouts are those of ggml-common.h and ggml-quants.c: a block holds 32 weights of a row, or 256 as eight or sixteen
-groups whose scales are integers, too.
+The layouts are from ggml-common.h and ggml-quants.c: a block has 32 weights of a row, or 256 in eight or sixteen
+groups, with integers as scales, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 
 
 def read_packed_weights(blocks: np.ndarray, type_name: str, with_offsets: bool = False) -> PackedWeights | None:
-    """Return the weights in ``blocks``, (rows, bytes) uint8, as integers; None for a type that isn't integers.
+    """Return the weights in ``blocks``, (rows, bytes) uint8, as integers; None for a type without integers.
 
-    Its scales are f16, and so are zero points that aren't integers, unless rounding to that changes the weights by more
-    than ``MAX_ROUNDING``; then it is None, too, or the scales are f32.
+    Its scales are f16, and so are fractional zero points, unless rounding to f16 changes the weights by more than
+    ``MAX_ROUNDING``; then the result is None, too, or the scales are f32.
 
     with_offsets: make offsets of the minimum of each group, in place of zero points.
     """
@@ -40,7 +40,7 @@ def read_packed_weights(blocks: np.ndarray, type_name: str, with_offsets: bool =
 
 
 def round_scales(exact: PackedWeights) -> PackedWeights:
-    """Return the same with scales in f16, if that is exact or nearly so."""
+    """Return the same with scales in f16, if the conversion is exact or nearly so."""
     halves = convert_to_f16(exact.scales)
     rounded = replace(exact, scales=halves)
     if np.isfinite(halves).all() and measure_rounding(rounded, exact) <= MAX_ROUNDING:
@@ -49,10 +49,10 @@ def round_scales(exact: PackedWeights) -> PackedWeights:
 
 
 def make_zero_points(exact: PackedWeights) -> PackedWeights:
-    """Return ``exact``, which has offsets, with zero points in f16 in their place."""
+    """Return ``exact``, with zero points in f16 in place of its offsets."""
     assert exact.offsets is not None
     scales = convert_to_f16(exact.scales)
-    # A group without a scale is its offset alone, which another scale and the zero point make.
+    # A group without a scale is only its offset, expressed by another scale and the zero point.
     is_constant = (scales == 0) & (exact.offsets != 0)
     scales[is_constant] = convert_to_f16(np.abs(exact.offsets[is_constant]) / 8)
     divisors = np.where(scales == 0, 1, scales).astype(np.float32)
@@ -64,7 +64,7 @@ def make_zero_points(exact: PackedWeights) -> PackedWeights:
 
 
 def center_integers(exact: PackedWeights) -> PackedWeights:
-    """Return ``exact``, which has unsigned integers and offsets, with signed ones and everything else in f16."""
+    """Return ``exact``, with its unsigned integers made signed, offsets adapted, and everything else in f16."""
     assert exact.offsets is not None
     center = 8 if exact.element_type == "u4" else 16
     integers = exact.integers.astype(np.int8) - np.int8(center)
@@ -74,7 +74,7 @@ def center_integers(exact: PackedWeights) -> PackedWeights:
 
 
 def convert_to_f16(numbers: np.ndarray) -> np.ndarray:
-    """Return the numbers in f16; infinity for those that it can't hold."""
+    """Return the numbers in f16; infinity for numbers out of range."""
     with np.errstate(over="ignore"):
         return numbers.astype(np.float16)
 
@@ -93,7 +93,7 @@ def read_halves(blocks: np.ndarray, start: int) -> np.ndarray:
 
 
 def read_nibbles(stored: np.ndarray) -> np.ndarray:
-    """Return two values of each byte, those in the lower halves first, (..., 2 * bytes) uint8."""
+    """Return two values from each byte, the lower halves first, (..., 2 * bytes) uint8."""
     return np.concatenate([stored & 15, stored >> 4], -1)
 
 
@@ -160,7 +160,7 @@ def read_k_scales(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_k_weights(split: np.ndarray, integers: np.ndarray, element_type: str) -> PackedWeights:
-    """Return weights of Q4_K or Q5_K, whose blocks begin with the scale of scales and that of minima."""
+    """Return weights of Q4_K or Q5_K: their blocks begin with the scale of scales and the scale of minima."""
     scales, minima = read_k_scales(split[..., 4:16])
     scales *= read_halves(split, 0)[..., None]
     offsets = -minima * read_halves(split, 2)[..., None]

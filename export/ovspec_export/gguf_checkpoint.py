@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint made of a GGUF file, which is then exported like any other.
+"""A Hugging Face checkpoint made from a GGUF file, then exported like any other.
 
 The config and the tokenizer come from the file's metadata, the weights through transformers' names for ggml's tensors.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 GGML_BF16 = 30  # ggml's number of the type
-SHARD_BYTES = 4_000_000_000  # bytes of weights that are held in memory before they are written
+SHARD_BYTES = 4_000_000_000  # bytes of weights to collect in memory before writing them
 
 
 def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) -> Source:
@@ -39,7 +39,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
     Its weights are written in f32 for an export in fp32, else in 16 bits.
 
     Raises:
-        OvspecError: the tokenizer or a tensor isn't understood, or the disk is full.
+        OvspecError: the tokenizer or a tensor is unknown, or the disk is full.
     """
     dtype = choose_weight_dtype(source, weight_format)
     with show_step(f"{source.name}: unpacking {format_size(source.size_in_bytes)} to {dtype}", keep_line=True):
@@ -50,7 +50,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
 
 
 def write_kept_gguf_checkpoint(source: GgufSource, folder: Path) -> Source:
-    """Write the config and the tokenizer of a GGUF file into ``folder``, from which its weights are read later.
+    """Write the config and the tokenizer of a GGUF file into ``folder``; its weights are read later.
 
     Raises:
         OvspecError: the tokenizer isn't understood, or the disk is full.
@@ -72,7 +72,7 @@ def write_gguf_config(source: GgufSource, folder: Path, dtype: str) -> None:
 
 
 def choose_weight_dtype(source: GgufSource, weight_format: str) -> str:
-    """Return the type of the unpacked weights; f16 holds quantised weights to a part in 2,000."""
+    """Return the type of the unpacked weights; f16 represents quantised weights to a part in 2,000."""
     if weight_format == "fp32":
         return "float32"
     return (
@@ -85,10 +85,10 @@ def write_json_file(file: Path, entries: JsonObject) -> None:
 
 
 def write_gguf_weights(headers: GgufHeaders, folder: Path, dtype: str) -> None:
-    """Write the tensors of a GGUF file beside the config.json in ``folder``, and the class of its model into that.
+    """Write the tensors of a GGUF file next to the config.json in ``folder``, and its model class into the config.
 
     Raises:
-        OvspecError: the model that the config describes has no place for a tensor.
+        OvspecError: the config's model has no place for a tensor.
     """
     import torch
     from safetensors.torch import save_file
@@ -137,7 +137,7 @@ def convert_gguf_tensor(
     hf_shapes: dict[str, tuple[int, ...]],
     tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Add a tensor of the file to ``tensors``, under the name and in the layout that transformers has for it."""
+    """Add a tensor of the file to ``tensors``, under transformers' name and in its layout."""
     import torch
 
     processor_options = {"tensor_key_mapping": hf_names, "parsed_parameters": {"tensors": tensors}}
@@ -150,11 +150,9 @@ def convert_gguf_tensor(
     if processed_tensor.name is None:  # already in ``tensors``
         return
     if processed_tensor.name not in hf_names:
-        raise OvspecError(
-            f"{headers.path}: its tensor {name} has no place in a model of the family {headers.architecture}."
-        )
+        raise OvspecError(f"{headers.path}: its tensor {name} is unknown in the family {headers.architecture}.")
     weights = np.array(processed_tensor.weights, np.float32)
     shape = hf_shapes.get(hf_names[processed_tensor.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:
-        weights = weights.reshape(shape)  # files differ in whether a matrix of one row is stored as a vector
+        weights = weights.reshape(shape)  # files store a matrix of one row as a matrix or as a vector
     tensors[hf_names[processed_tensor.name]] = torch.from_numpy(weights)

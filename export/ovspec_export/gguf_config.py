@@ -1,7 +1,7 @@
-"""The config of the Hugging Face checkpoint that a GGUF file was made from, written anew from its metadata.
+"""The config of a GGUF file's original Hugging Face checkpoint, reconstructed from its metadata.
 
-transformers' own reader leaves out what it has no name for (scaled rotary embeddings, soft caps, widths of experts), so
-that its model computes something else. Here an entry that isn't understood is refused.
+transformers' own reader omits unknown entries (scaled rotary embeddings, soft caps, widths of experts), so its model
+computes something else. Here an unknown entry is an error.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ GEMMA_KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq",
 }
 TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-# Keys that are read elsewhere in this file, or that repeat others.
+# Keys read elsewhere in this file, or redundant.
 KEYS_READ_ELSEWHERE = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
-# Kinds of files beside that of a whole model (general.type) -> advice.
+# Kinds of files that aren't whole models (general.type) -> advice.
 PARTIAL_MODEL_KINDS = {
-    "mmproj": "the part of a model that sees or hears; name the file with its text model",
-    "adapter": "an adapter; merge it into its model and convert that",
-    "imatrix": "an importance matrix; name the file with the model",
+    "mmproj": "the vision or audio part of a model; give the file with the text model",
+    "adapter": "an adapter; merge it into its model, and export the merged model",
+    "imatrix": "an importance matrix; give the file with the model",
 }
 # Entries of general.sampling.* -> entries of generation_config.json.
 SAMPLING_KEYS = {
@@ -62,12 +62,12 @@ SAMPLING_KEYS = {
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """The way in which the config of a family follows from ggml's metadata.
+    """The derivation of a family's config from ggml's metadata.
 
     model_type: transformers' name of the family.
-    config_keys: entries of the metadata beside ``COMMON_KEYS``, and their names in config.json.
-    derive_entries: makes entries that follow from others or from the tensors.
-    rotates_whole_heads: all values of a head are rotated; otherwise the metadata says how many.
+    config_keys: entries of the metadata in addition to ``COMMON_KEYS``, and their names in config.json.
+    derive_entries: derives entries from other entries or from the tensors.
+    rotates_whole_heads: all values of a head are rotated; otherwise the metadata has their number.
     """
 
     model_type: str
@@ -103,7 +103,7 @@ def derive_phi3_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
 
 
 def derive_gemma_entries(headers: GgufHeaders, config: JsonObject) -> JsonObject:
-    # Only the 27B models divide by another width than that of a head; llama.cpp knows them by their layers, too.
+    # Only the 27B models divide by another width than a head's; llama.cpp recognises them by their layers, too.
     largest_layer_count, rope_base = {"gemma2": (46, 1e4), "gemma3": (62, 1e6)}[headers.architecture]
     if config["num_hidden_layers"] == largest_layer_count:
         attention_scalar = config["hidden_size"] // config["num_attention_heads"]
@@ -182,8 +182,7 @@ def build_config(headers: GgufHeaders) -> JsonObject:
     """Return the entries of config.json for the model in a GGUF file.
 
     Raises:
-        OvspecError: the family isn't known, the file holds something else than a language model, or its metadata has
-            an entry that isn't understood.
+        OvspecError: the family is unknown, the file isn't a language model, or its metadata has an unknown entry.
     """
     check_model_kind(headers)
     architecture = GGUF_ARCHITECTURES[headers.architecture]
@@ -196,49 +195,49 @@ def build_config(headers: GgufHeaders) -> JsonObject:
         key for key in architecture_entries if key not in config_keys and not KEYS_READ_ELSEWHERE.fullmatch(key)
     )
     if unknown_keys:
-        problem = f"{key_prefix}{unknown_keys[0]}, which ovspec doesn't understand, so the model could come out wrong"
+        problem = f"the unknown entry {key_prefix}{unknown_keys[0]}, so the export could be wrong"
         raise OvspecError(f"{headers.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
     try:
         config = {config_keys[key]: entry for key, entry in architecture_entries.items() if key in config_keys}
         config |= architecture.derive_entries(headers, config)
         rotated_width = architecture_entries.get("rope.dimension_count")
         if architecture.rotates_whole_heads and rotated_width not in (None, compute_head_width(config)):
-            raise ValueError(f"{rotated_width} values of a head are rotated")
+            raise ValueError(f"rotary embeddings of {rotated_width} values per head")
         config |= {"vocab_size": headers.tensors["token_embd.weight"].shape[0]}
         token_count = len(headers.metadata.get("tokenizer.ggml.tokens", []))
         if token_count > config["vocab_size"]:
-            raise ValueError(f"{token_count} tokens, but weights for {config['vocab_size']}")
+            raise ValueError(f"{token_count} tokens, but embeddings for {config['vocab_size']}")
         config |= {"tie_word_embeddings": "output.weight" not in headers.tensors}
         config |= read_rope_scaling(headers, config)
         role_token_ids = {
             name: headers.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
-        problem = f"incomplete or not understood ({error})"
+        problem = f"incomplete or not supported ({error})"
         raise OvspecError(f"{headers.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
     known_entries = {name: entry for name, entry in config.items() if entry is not None}
-    # All ids are written, as a family's default for a token would be another's.
+    # All ids are written, because a family's default for a token would be wrong.
     return known_entries | role_token_ids | {"model_type": architecture.model_type}
 
 
 def check_model_kind(headers: GgufHeaders) -> None:
-    """Raise OvspecError if the file holds no language model, or a model of an unknown family."""
+    """Raise OvspecError if the file isn't a language model, or the model's family is unknown."""
     model_kind = str(headers.metadata.get("general.type") or "model")
     advice = PARTIAL_MODEL_KINDS.get("mmproj" if headers.architecture == "clip" else model_kind)
     if advice:
-        raise OvspecError(f"{headers.path}: holds {advice}.")
+        raise OvspecError(f"{headers.path}: contains {advice}.")
     is_embedding = (
         headers.get_architecture_entry("pooling_type") or headers.get_architecture_entry("attention.causal") is False
     )
     if is_embedding or re.search("bert|embedding|encoder", headers.architecture):
-        raise OvspecError(f"{headers.path}: holds an embedding model; only models that generate text can be exported.")
+        raise OvspecError(f"{headers.path}: contains an embedding model; only text generation models can be exported.")
     if headers.architecture not in GGUF_ARCHITECTURES:
-        problem = f"{headers.architecture!r}, and ovspec reads only {', '.join(GGUF_ARCHITECTURES)} from GGUF files"
+        problem = f"{headers.architecture!r}, but GGUF files are supported only for {', '.join(GGUF_ARCHITECTURES)}"
         raise OvspecError(f"{headers.path}: its architecture is {problem}; {CHECKPOINT_ADVICE}.")
 
 
 def compute_head_width(config: JsonObject) -> int:
-    """Return the number of values in a head of attention."""
+    """Return the number of values in an attention head."""
     hidden_size: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
     head_count: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
     return config.get("head_dim") or hidden_size // head_count
@@ -271,8 +270,8 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
         }
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
-        raise ValueError(f"rotary embeddings are scaled by the method {scaling_method!r}")
-    if headers.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
+        raise ValueError(f"the unknown RoPE scaling {scaling_method!r}")
+    if headers.architecture == "gemma3":  # its layers with a window aren't scaled; only this form says so
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
         return {
@@ -282,9 +281,9 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
 
 
 def read_llama3_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
-    """Return the scaling of Llama 3.1 and later, of which the file holds only the resulting factor of each frequency.
+    """Return the scaling of Llama 3.1 and later; the file has only the resulting factor of each frequency.
 
-    The factors are computed from the parameters that all these models share, and must be the same.
+    The factors are recomputed from the parameters shared by all these models, and must be the same.
     """
     stored_factors = headers.tensors["rope_freqs.weight"].read_values()
     scaling = {
@@ -298,12 +297,12 @@ def read_llama3_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_width, 2) / head_width)
     smoothing = np.clip((8192 / wavelengths - 1.0) / 3.0, 0, 1)
     if not np.allclose(stored_factors, 1 / ((1 - smoothing) / scaling["factor"] + smoothing), rtol=1e-3):
-        raise ValueError("rope_freqs.weight isn't that of Llama 3")
+        raise ValueError("rope_freqs.weight differs from Llama 3's")
     return scaling
 
 
 def build_generation_config(headers: GgufHeaders, eos_ids: list[int]) -> JsonObject:
-    """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
+    """Return the entries of generation_config.json: the EOS and BOS tokens, and the recommended sampling."""
     generation_config: JsonObject = {
         "eos_token_id": eos_ids,
         "bos_token_id": headers.metadata.get("tokenizer.ggml.bos_token_id"),

@@ -1,7 +1,7 @@
-"""Read GGUF files: their metadata and where their tensors are, with every length checked against the file's size.
+"""Read GGUF files: their metadata and their tensors' places, with every length checked against the file's size.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package's own reader isn't used, as
-a damaged length keeps it busy for hours; its tables of quantised types are.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package's own reader isn't used,
+because a damaged length keeps it busy for hours; its tables of quantised types are.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ovspec.setup.identity import list_model_files
 
 MAGIC = b"GGUF"
 FORMAT_VERSIONS = (2, 3)  # of the format
-DEFAULT_ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
+DEFAULT_ALIGNMENT = 32  # of the tensors, unless the metadata has another
 SCALAR_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
 SCALAR_DTYPES |= {10: "<u8", 11: "<i8", 12: "<f8"}
-# Far more than files have; beyond it, a damaged or hostile header would fill the memory.
+# Far more than in real files; beyond it, a damaged or hostile header would fill the memory.
 MAX_HEADER_BYTES = 2**28
 MAX_ARRAY_ELEMENTS = 2**24  # of all arrays of the metadata
 MAX_ENTRIES, MAX_TENSORS = 2**16, 2**18
-READ_BYTES = 2**18  # about as many are made floats at a time
+READ_BYTES = 2**18  # about so many are converted to floats at a time
 FLOAT_TYPE, STRING_TYPE, ARRAY_TYPE = 6, 8, 9
-CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # if a file can't be read
+CHECKPOINT_ADVICE = "export the original checkpoint instead"  # if a file can't be read
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TensorInfo:
         return GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)][0] > 1
 
     def list_parts(self) -> list[TensorInfo]:
-        """Return the tensors without its first axis that follow each other in it."""
+        """Return the parts along its first axis, which follow each other, as tensors without this axis."""
         part_bytes = math.prod(self.stored_byte_shape[1:])
         return [
             replace(self, offset=self.offset + number * part_bytes, shape=self.shape[1:])
@@ -89,7 +89,7 @@ class TensorInfo:
         from gguf.quants import dequantize
 
         stored = self.read_bytes()
-        # Of a few long rows it is faster than of many, and blocks don't depend on rows.
+        # A few long rows are faster than many, and blocks don't depend on rows.
         row_count = math.prod(self.shape[:-1])
         least_count = min(max(1, stored.size // READ_BYTES), row_count)
         long_row_count = next(count for count in range(least_count, row_count + 1) if row_count % count == 0)
@@ -119,24 +119,27 @@ def read_gguf_headers(path: Path) -> GgufHeaders:
     """Read the headers of a GGUF file and of its other shards.
 
     Raises:
-        OvspecError: it isn't a GGUF file, is damaged or cut off, or a shard is missing.
+        OvspecError: it isn't a GGUF file, is damaged or truncated, or a shard is missing.
     """
     files = list_model_files(path)
     metadata, tensors = read_shard_header(files[0])
     if len(files) != (shard_count := metadata.get("split.count") or 1):
         raise OvspecError(
-            f"{path}: is one of {shard_count} files of a model; give them the names they had, which end in "
-            f"-00001-of-{shard_count:05}.gguf and so on, and name one of them."
+            f"{path}: one of {shard_count} files of a model; restore their names, ending in "
+            f"-00001-of-{shard_count:05}.gguf and so on, and give one of them."
         )
     for file in files[1:]:
         if not file.is_file():
             raise OvspecError(f"{file}: is missing; download all {len(files)} files of the model.")
         shard_tensors = read_shard_header(file)[1]
         if repeated_name := next((name for name in shard_tensors if name in tensors), None):
-            raise OvspecError(f"{file}: has the tensor {repeated_name}, which another file of the model has, too.")
+            raise OvspecError(
+                f"{file}: its tensor {repeated_name} is also in another file of the model; download all files of the "
+                "model again."
+            )
         tensors |= shard_tensors
     if not tensors:
-        raise OvspecError(f"{path}: holds no weights; name the file with the whole model.")
+        raise OvspecError(f"{path}: contains no weights; give the file with the whole model.")
     if len(tensors) != (tensor_count := metadata.get("split.tensors.count") or len(tensors)):
         raise OvspecError(
             f"{path}: has {len(tensors)} of {tensor_count} tensors; download all files of the model again."
@@ -148,18 +151,18 @@ def read_shard_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
     """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf_headers``."""
     with file.open("rb") as stream:
         if stream.read(4) != MAGIC:
-            raise OvspecError(f"{file}: not a GGUF file; name a folder with a checkpoint, or a GGUF file.")
+            raise OvspecError(f"{file}: not a GGUF file; give a GGUF file or a checkpoint folder.")
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         with data:
             return GgufHeaderReader(data, file).read_metadata_and_tensors()
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
         problem = " ".join(str(error).split())[:150]
-        raise OvspecError(f"{file}: damaged or cut off ({problem}); download it again.") from None
+        raise OvspecError(f"{file}: damaged or truncated ({problem}); download it again.") from None
 
 
 class GgufHeaderReader:
-    """Reads the header from its beginning on; ValueError or struct.error where the file ends too early."""
+    """Reads the header from its beginning; ValueError or struct.error for a truncated file."""
 
     def __init__(self, data: mmap.mmap, file: Path) -> None:
         self._data = data
@@ -170,7 +173,7 @@ class GgufHeaderReader:
     def read_metadata_and_tensors(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
         (version,) = self._read_struct("<I")
         if version not in FORMAT_VERSIONS:
-            raise ValueError(f"version {version} of the format is not known")
+            raise ValueError(f"unknown format version {version}")
         tensor_count, entry_count = self._read_struct("<QQ")
         if tensor_count > MAX_TENSORS or entry_count > MAX_ENTRIES:
             raise ValueError(f"has {tensor_count} tensors and {entry_count} entries of metadata")
@@ -183,7 +186,7 @@ class GgufHeaderReader:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
         if len({name for name, *_ in tensor_entries}) < len(tensor_entries):
-            raise ValueError("a tensor is there twice")
+            raise ValueError("a duplicate tensor")
         data_start = -(-self._position // alignment) * alignment
         tensors = {
             name: TensorInfo(self._file, data_start + offset, shape, ggml_type)
@@ -247,7 +250,7 @@ class GgufHeaderReader:
 
 
 def check_tensor_types(tensors: dict[str, TensorInfo]) -> None:
-    """Raise OvspecError if weights are stored in a type that can't be converted."""
+    """Raise OvspecError for weights of a type that can't be converted."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -259,6 +262,6 @@ def check_tensor_types(tensors: dict[str, TensorInfo]) -> None:
             type_names = {kind.value: kind.name for kind in GGMLQuantizationType}
             type_name = type_names.get(info.ggml_type, str(info.ggml_type))
             raise OvspecError(
-                f"{info.file}: has weights of the type {type_name}, which can't be read; use a file of another one, "
-                "such as Q8_0."
+                f"{info.file}: weights of the type {type_name} are not supported; use a file of another type, such "
+                "as Q8_0."
             ) from None

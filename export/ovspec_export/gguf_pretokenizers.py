@@ -1,4 +1,4 @@
-"""The ways in which byte-level BPE of a GGUF file cuts texts into words, by their names in ``tokenizer.ggml.pre``."""
+"""The rules by which a GGUF file's byte-level BPE cuts texts into words, by their names in ``tokenizer.ggml.pre``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Regular expressions, each cutting the pieces that the one before it left; matches and the rest become words.
+    """Regular expressions, each cutting the pieces left by the last; matches and the rest become words.
 
-    ``ignore_merges``: a word that is a token is taken whole. ``add_bos``: unless the file says otherwise.
+    ``ignore_merges``: a word in the vocabulary stays whole. ``add_bos``: unless the file says otherwise.
     ``spelt_in_bytes``: False for words of characters, with U+2581 for spaces, as in SentencePiece.
     """
 
@@ -33,9 +33,9 @@ CAMEL_CASE = [
     rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL_LETTER}+{SMALL_LETTER}*",
 ]
 CAMEL_CASE_CONTRACTED = "|".join(rf"{part}(?:{CONTRACTION})?" for part in CAMEL_CASE)
-# Digits in groups of three, counted from the last one; the first goes with the text before it, as in llama.cpp.
+# Digits in groups of three, counted from the last digit; the first group includes the text before it, as in llama.cpp.
 THOUSANDS = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-# The same for ASCII digits, among others: each match begins where a multiple of three is left of them.
+# The same for ASCII digits, among others: each match begins with a multiple of three digits left.
 DIGIT_TRIPLES_LEFT = r"(?:[0-9]{3})+(?![0-9])"
 SUPERBPE = (r"\p{N}+", rf"(?={DIGIT_TRIPLES_LEFT})\p{{N}}(?:(?!{DIGIT_TRIPLES_LEFT})\p{{N}})*")
 HAN_RANGES = (
@@ -43,7 +43,7 @@ HAN_RANGES = (
     "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
 CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
-CJK_AND_HANGUL = r"(?:(?!\s)[一-龥ࠀ-一가-" "\ud7ff])+"  # and all between them except white space
+CJK_AND_HANGUL = r"(?:(?!\s)[一-龥ࠀ-一가-" "\ud7ff])+"  # and everything between them except white space
 ASIAN = "[一-\u9fff㐀-\u4dbf豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
 ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 DEEPSEEK_WORDS = rf"{ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
@@ -63,7 +63,7 @@ BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 JAIS2_SPACES = "|".join(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
 JAIS2 = rf"{CONTRACTION}|{WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{JAIS2_SPACES}|\s"
 GPT4O = rf"{CAMEL_CASE_CONTRACTED}|\p{{N}}{{1,3}}|{SYMBOLS_AND_SLASHES}"
-# As in llama.cpp, the first half of the original expression takes every letter, so the second has nothing to match.
+# As in llama.cpp, the first half of the original expression matches every letter, so the second never matches.
 TINY_AYA = rf"{MARKED_WORD}(?:{CONTRACTION})?|\p{{N}}{{1,3}}|{SYMBOLS_AND_SLASHES}"
 YOUTU = (
     "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-\u303f︰-﹏]+|[ㄅ-ㄯ]+|" + CJK,
@@ -78,7 +78,7 @@ EXAONE_MOE = rf"{CONTRACTION}|{EXAONE_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n
 MINICPM5 = rf"{CONTRACTION}|{WORD}|\p{{N}}+|{SYMBOLS}"
 LINES = r"[^\n]+|\n+"
 
-# Names that share a row are separated by spaces.
+# Names in the same row are separated by spaces.
 PRETOKENIZERS_BY_NAMES = {
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}")),
     "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling": PreTokenizer((GPT2,)),

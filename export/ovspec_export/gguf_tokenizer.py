@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, built from the file's metadata so that it gives the ids that llama.cpp gives."""
+"""The tokenizer of a GGUF file, built from the file's metadata to yield llama.cpp's ids."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-SPACE_SYMBOL = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
-NONCHARACTER = "\U0010ffff"  # marks places in a text; Unicode gives it no meaning, so texts don't have it
+SPACE_SYMBOL = "\N{LOWER ONE EIGHTH BLOCK}"  # represents a space in SentencePiece
+NONCHARACTER = "\U0010ffff"  # marks places in a text; meaningless in Unicode, so never in texts
 TEMPLATE_KEY = "tokenizer.chat_template"
 HF_ROLE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 # Special tokens of Phi-3 without the white space after them.
@@ -38,10 +38,10 @@ SPACE_KEEPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_gguf_tokenizer(entries: JsonObject, name: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that the metadata entries of the GGUF file ``name`` describe.
+    """Return the tokenizer for the metadata entries of the GGUF file ``name``.
 
     Raises:
-        OvspecError: it is of a kind that can't be built, or the metadata is damaged.
+        OvspecError: its kind isn't supported, or the metadata is damaged.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -72,14 +72,12 @@ def read_end_ids(entries: JsonObject, name: str = "the GGUF file") -> list[int]:
 
 
 def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer | None:
-    """Return how texts are cut into words; None for SentencePiece, which doesn't cut them."""
+    """Return the rules for cutting texts into words; None for SentencePiece, which doesn't cut them."""
     if metadata.model == "llama":
         return None
     if metadata.model not in ("gpt2", "gemma4"):
         kind = quote_shortened(metadata.model)
-        raise OvspecError(
-            f"{name}: its tokenizer is of the kind {kind}, which can't be converted; {CHECKPOINT_ADVICE}."
-        )
+        raise OvspecError(f"{name}: its tokenizer of the type {kind} can't be converted; {CHECKPOINT_ADVICE}.")
     pre_name = "gemma4" if metadata.model == "gemma4" else metadata.pre
     if not pre_name:
         print_note(
@@ -94,7 +92,7 @@ def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer
 def build_byte_level_bpe(
     metadata: TokenizerMetadata, vocabulary: GgufVocabulary, pre_tokenizer: PreTokenizer, name: str
 ) -> Tokenizer:
-    """Return BPE of words, which are spelt in bytes or, with a fallback to bytes, in characters."""
+    """Return BPE of words, spelt in bytes or, with a fallback to bytes, in characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     merges = read_merges(metadata, vocabulary.token_ids, name)
@@ -150,9 +148,9 @@ def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]
 
 
 def keep_symbols_apart(tokenizer: Tokenizer) -> None:
-    """Cut a text where the symbol for a space itself stands beside a space or another such symbol.
+    """Cut a text between the symbol for a space itself and a space or another such symbol.
 
-    The tokens for several spaces, which ``make_spaces_normal_tokens`` spells with the symbol, are for spaces alone.
+    The tokens for several spaces, spelt with the symbol by ``make_spaces_normal_tokens``, are for spaces alone.
     """
     from tokenizers import Regex, normalizers, pre_tokenizers
 
@@ -164,10 +162,10 @@ def keep_symbols_apart(tokenizer: Tokenizer) -> None:
 
 
 def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -> bool:
-    """Make normal tokens of user-defined tokens for several spaces, as in Gemma's files.
+    """Turn user-defined tokens for several spaces, as in Gemma's files, into normal tokens.
 
-    Merged before all others, they are found where they would be found in the text. OpenVINO's tokenizer would miss
-    some of them. Returns whether the file spells them with spaces, so that they don't stand for symbols.
+    Merged before all others, they are found in the same places of the text. OpenVINO's tokenizer would miss some of
+    them. Returns whether the file spells them with spaces, so that they don't represent symbols.
     """
     are_spelt_with_spaces = False
     token_ids = vocabulary.token_ids
@@ -192,7 +190,7 @@ def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -
 
 
 def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of tokens that make a token, the best token first; of equally good ones, the longest first.
+    """Yield the pairs of tokens that form a token, the best token first; of equally good tokens, the longest first.
 
     So a run of spaces or of line ends, whose tokens share a score, grows from its left end.
     """
@@ -201,14 +199,14 @@ def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[t
     for _, token in sorted(
         scored_tokens, key=lambda scored_token: (scored_token[0], len(scored_token[1])), reverse=True
     ):
-        # Of two pairs that overlap, SentencePiece merges the left one: in "ab a ba", that is the one cut further right.
+        # Of two overlapping pairs, SentencePiece merges the left one: in "ab a ba", the pair cut further right.
         for cut_index in range(len(token) - 1, 0, -1):
             if token[:cut_index] in token_ids and token[cut_index:] in token_ids:
                 yield token[:cut_index], token[cut_index:]
 
 
 def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: str) -> list[tuple[str, str]]:
-    """Return the file's merges, the first first; raise OvspecError if there are none or one doesn't fit the tokens."""
+    """Return the file's merges in order; raise OvspecError if there are none or one doesn't fit the tokens."""
     if not metadata.merges:
         raise damaged_tokenizer_error(name, "it has no merges")
     merges = {}
@@ -223,7 +221,7 @@ def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: st
 
 
 def add_special_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, is_phi3: bool) -> None:
-    """Make the tokens that are found in a text before it is cut: special and user-defined ones."""
+    """Add the tokens to find in a text before it is cut: special and user-defined tokens."""
     from tokenizers import AddedToken
 
     tokenizer.add_tokens(
@@ -243,7 +241,7 @@ def add_special_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, is_phi3
 def add_bos_and_eos(
     tokenizer: Tokenizer, metadata: TokenizerMetadata, vocabulary: GgufVocabulary, add_bos: bool, name: str
 ) -> None:
-    """Put BOS before and EOS after every text, as the metadata says; ``add_bos`` holds where it doesn't."""
+    """Put BOS before and EOS after every text, as the metadata says; ``add_bos`` is the default."""
     from tokenizers import processors
 
     if metadata.model != "gemma4" and metadata.add_bos_token is not None:
@@ -252,11 +250,11 @@ def add_bos_and_eos(
     if missing_role := next(
         (role for role in template_order if role != "$A" and role not in vocabulary.role_ids), None
     ):
-        problem = f"it adds {missing_role.upper()} to every text but doesn't say which token that is"
+        problem = f"it adds {missing_role.upper()} to every text but has no id for it"
         raise damaged_tokenizer_error(name, problem)
     tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in template_order if role != "$A"}
     if unusable_text := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
-        # It has a meaning in templates of tokenizers.
+        # This text has a special meaning in tokenizers' templates.
         raise damaged_tokenizer_error(name, f"{quote_shortened(unusable_text)} can't be added to every text")
     if tokens:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -273,7 +271,7 @@ def read_gguf_templates(entries: JsonObject, name: str) -> dict[str, str]:
         if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}.")
     }
     for key, template in templates.items():
-        if not isinstance(template, str) or not re.fullmatch(r"[\w-]+", key):  # the name becomes that of a file
-            problem = f"the chat template {quote_shortened(key)} is not a text, or has a name that can't be used"
+        if not isinstance(template, str) or not re.fullmatch(r"[\w-]+", key):  # the name becomes a file name
+            problem = f"the chat template {quote_shortened(key)} is not text, or has an invalid name"
             raise damaged_tokenizer_error(name, problem)
     return templates

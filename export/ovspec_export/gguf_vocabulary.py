@@ -1,6 +1,6 @@
 """The tokens of a GGUF file: their texts, types and roles, and the tokens that end a text.
 
-llama.cpp corrects files' data about special tokens, by the tokens' texts; this follows it, with one exception.
+llama.cpp corrects files' data about special tokens, by the tokens' texts; this does the same, with one exception.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_TOKENS = 2**20  # four times the largest vocabulary
 MAX_TOKEN_CHARACTERS = 2**12  # characters
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 SPECIAL_TYPES = (UNKNOWN, CONTROL)  # add nothing to the text
-# Ids that llama.cpp assumes where the metadata names none; here only if that token is a special one.
+# Ids that llama.cpp assumes where the metadata has none; here only if the token is a special token.
 ASSUMED_ROLE_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
 ROLES = ("bos", "eos", "unknown", "padding")
-# The tokens, separated by spaces, that have a role which the metadata leaves out. They are special tokens.
+# Tokens, separated by spaces, whose role the metadata leaves out. They are special tokens.
 ROLE_TOKENS = {
     "eot": "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
     "<｜end▁of▁sentence｜> <end_of_utterance>",
@@ -40,11 +40,11 @@ ENDING_TOKENS = (
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
     "[e~["
 )
-# Tokens among them that are HTML, too: where a file says that its makers defined them, they are that alone, as in
-# Gemma 3, and don't end a text. llama.cpp ends it.
+# Some of these tokens are also HTML: where a file says that they are user-defined, as in Gemma 3, they are only HTML,
+# and don't end a text. llama.cpp ends it.
 HTML_TOKENS = ("</s>",)
 VISIBLE_TOKENS = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # of gpt-oss; they are part of the text
-# Where a vocabulary has all tokens of a row, its last one doesn't end a text, and gets this type.
+# In a vocabulary that has all tokens of a row, the last one doesn't end a text, and gets this type.
 NOT_ENDING_TOKENS = {
     ("<|return|>", "<|call|>", "<|end|>"): USER_DEFINED,
     ("<|call|>", "<|flush|>", "<|end|>"): USER_DEFINED,
@@ -70,7 +70,7 @@ class TokenizerMetadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
 
 @dataclass
 class GgufVocabulary:
-    """Tokens and their types by id; ``role_ids``: by the role, one of ``ROLES`` or ``ROLE_TOKENS``."""
+    """Tokens and their types by id; ``role_ids``: by the role, a member of ``ROLES`` or ``ROLE_TOKENS``."""
 
     tokens: list[str]
     token_types: list[int]
@@ -80,7 +80,7 @@ class GgufVocabulary:
 
 
 def read_tokenizer_metadata(entries: JsonObject, name: str) -> TokenizerMetadata:
-    """Return the metadata of the file ``name``; raise OvspecError if something is missing or of another type."""
+    """Return the metadata of the file ``name``; raise OvspecError if an entry is missing or has another type."""
     keys = [metadata_field.encode_name for metadata_field in fields(TokenizerMetadata)]
     try:
         return convert({key: entries[key] for key in keys if key in entries}, TokenizerMetadata)
@@ -95,7 +95,7 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str)
     token_ids = {token: token_id for token_id, token in enumerate(tokens)}
     if len(token_ids) < len(tokens):
         repeated_token = next(token for token_id, token in enumerate(tokens) if token_ids[token] != token_id)
-        raise damaged_tokenizer_error(name, f"the token {quote_shortened(repeated_token)} is there twice")
+        raise damaged_tokenizer_error(name, f"the token {quote_shortened(repeated_token)} is a duplicate")
     longest_token = max(tokens, key=len)
     if len(longest_token) > MAX_TOKEN_CHARACTERS:
         raise damaged_tokenizer_error(
@@ -139,11 +139,11 @@ def read_role_id(role: str, entries: JsonObject, token_count: int, name: str) ->
         return token_id
     if type(token_id) is int and role not in ("bos", "eos"):
         return None  # such as 2**32 - 1 for padding, in real files
-    raise damaged_tokenizer_error(name, f"{key} is {str(token_id)[:50]}, and there are {token_count} tokens")
+    raise damaged_tokenizer_error(name, f"{key} is {str(token_id)[:50]}, but there are {token_count} tokens")
 
 
 def damaged_tokenizer_error(name: str, problem: str) -> OvspecError:
-    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again or take another.")
+    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again or use another.")
 
 
 def quote_shortened(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by the names of transformers' parameters, in integers where ggml has them so."""
+"""The weights of a GGUF file by the names of transformers' parameters, as integers if ggml stores integers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
-# Tensors that became config.
+# Tensors converted to config entries.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 FLOAT_DTYPES = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}
-KEEP_ADVICE = "name a weight format with `weight_format`"
+KEEP_ADVICE = "set `weight_format`"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor of the file goes. row_order: (rows,), the file's row of each row; None for the same order."""
+    """The destination of a tensor. row_order: (rows,), the file's row of each row; None for the same order."""
 
     file_name: str
     row_order: np.ndarray | None = None
@@ -37,9 +37,9 @@ class Placement:
 
 
 class GgufWeights:
-    """Implements ``KeptWeights`` for the ``model`` that a file describes; its parameters need no data.
+    """Implements ``KeptWeights`` for a file and its ``model``; the model's parameters need no data.
 
-    layer_count: the model has only so many layers of the file's; None for all.
+    layer_count: the model has only the first so many layers of the file; None for all.
 
     Raises:
         OvspecError: the model has no place for a tensor.
@@ -63,7 +63,7 @@ class GgufWeights:
                 place(name)
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter that the file has."""
+        """Return the shape of each parameter in the file."""
         return {
             name: shape
             for name, shape in self._hf_shapes.items()
@@ -72,7 +72,7 @@ class GgufWeights:
         }
 
     def list_matrices(self) -> dict[str, bool]:
-        """Return the matrices that aren't stored in f32, as ``KeptWeights`` says."""
+        """Return the matrices not stored in f32, as described in ``KeptWeights``."""
         return {
             name: placement.is_transposed
             for name, placement in self._placements.items()
@@ -116,13 +116,13 @@ class GgufWeights:
         values = info.read_values()
         if not np.isfinite(values).all():
             raise OvspecError(
-                f"{self._headers.path}: a weight of its tensor {self._placements[name].file_name} is infinite or not a "
-                "number; download it again."
+                f"{self._headers.path}: its tensor {self._placements[name].file_name} has NaN or infinite weights; "
+                "download it again."
             )
         return values
 
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:
-        """Return a matrix as ``KeptWeights`` says; of a type that isn't integers, rounded to int8."""
+        """Return a matrix as described in ``KeptWeights``; a type without integers is rounded to int8."""
         info = self._get_info(name)
         placement = self._placements[name]
         if info.type_name in FLOAT_DTYPES:
@@ -140,7 +140,7 @@ class GgufWeights:
         return self._headers.tensors[self._placements[name].file_name]
 
     def _place_experts(self, name: str) -> None:
-        """Find the place of a tensor of experts by the rows of a parameter that an expert of one weight gets."""
+        """Find the place of an experts' tensor: which rows of a parameter a one-weight expert fills."""
         info = self._headers.tensors[name]
         hf_name, rows = self._process(name, np.ones((1, 1, 1), np.float32))
         stack = self._expert_stacks.get(hf_name or "")
@@ -151,7 +151,7 @@ class GgufWeights:
         self._placements[stack.matrices[int(rows.argmax())]] = Placement(name)
 
     def _place(self, name: str) -> None:
-        """Find a tensor's parameter and, by numbers of its rows, what the parameter's rows are."""
+        """Find a tensor's parameter and, by numbering its rows, where the parameter's rows come from."""
         info = self._headers.tensors[name]
         is_kept = is_kept_matrix(info)
         row_count = info.shape[0]
@@ -164,7 +164,9 @@ class GgufWeights:
         if row_order is not None and np.array_equal(row_order, np.arange(row_count)):
             row_order = None
         elif row_order is not None and not np.array_equal(np.sort(row_order), np.arange(row_count)):
-            raise OvspecError(f"{self._headers.path}: the rows of its tensor {name} can't be kept; {KEEP_ADVICE}.")
+            raise OvspecError(
+                f"{self._headers.path}: the quantised rows of its tensor {name} can't be kept; {KEEP_ADVICE}."
+            )
         self._check_shape(name, info, hf_name, is_transposed)
         self._placements[hf_name] = Placement(name, row_order, is_transposed)
 
@@ -175,14 +177,13 @@ class GgufWeights:
 
     def _make_place_error(self, name: str) -> OvspecError:
         return OvspecError(
-            f"{self._headers.path}: its tensor {name} has no place in a model of the family "
-            f"{self._headers.architecture}."
+            f"{self._headers.path}: its tensor {name} is unknown in the family {self._headers.architecture}."
         )
 
     def _make_shape_error(self, name: str, model_shape: tuple[int, ...]) -> OvspecError:
         return OvspecError(
-            f"{self._headers.path}: its tensor {name} has the shape {list(self._headers.tensors[name].shape)}, and the "
-            f"model's has {list(model_shape)}; download it again."
+            f"{self._headers.path}: its tensor {name} has the shape {list(self._headers.tensors[name].shape)}, but "
+            f"the model needs {list(model_shape)}; download it again."
         )
 
     def _process(self, name: str, values: np.ndarray) -> tuple[str | None, np.ndarray]:
@@ -202,7 +203,7 @@ class GgufWeights:
 
 @contextlib.contextmanager
 def make_name_tables_once() -> Iterator[None]:
-    """Let transformers make gguf's table of tensors' names once, not once for every module of a model."""
+    """Make transformers build gguf's table of tensor names once, not once for every module of a model."""
     import gguf
 
     original_make = gguf.get_tensor_name_map
@@ -214,11 +215,11 @@ def make_name_tables_once() -> Iterator[None]:
 
 
 def is_kept_matrix(info: TensorInfo) -> bool:
-    """Return whether a tensor is stored in the IR as it is: a matrix that isn't in f32."""
+    """Return whether a tensor is stored in the IR as it is: a matrix not in f32."""
     return len(info.shape) == 2 and min(info.shape) > 1 and (info.is_quantised or info.type_name in ("F16", "BF16"))
 
 
 def parse_layer_number(name: str) -> int:
-    """Return the number of the layer that a tensor belongs to; -1 for one outside the layers."""
+    """Return the number of a tensor's layer; -1 outside the layers."""
     name_parts = name.split(".")
     return int(name_parts[1]) if name_parts[0] == "blk" and name_parts[1].isdecimal() else -1

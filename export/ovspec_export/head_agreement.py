@@ -13,11 +13,11 @@ from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_co
 from ovspec_export.agreement import REPORT_ADVICE
 from ovspec_export.heads import HeadModule
 
-# Entries of a text, in turn: several at once, some one by one with the head's own features, and several at once again.
+# Entries of a text, in order: several at once, some one by one with the head's own features, then several at once.
 FIRST_ENTRY_COUNT, UNROLLED_ENTRY_COUNT, LAST_ENTRY_COUNT = 9, 3, 4
 KNOWN_ENTRY_COUNT = FIRST_ENTRY_COUNT + LAST_ENTRY_COUNT  # entries with features of the target
-MISSING_ENTRY_COUNT = 4  # entries that a second row of the batch has less, at its beginning
-# Largest difference of an output, root mean square, as a share of its own spread: rounding in f32 makes some 1e-6.
+MISSING_ENTRY_COUNT = 4  # entries that the batch's second row lacks at its beginning
+# Largest difference of an output, root mean square, as a share of its own spread: rounding in f32 causes some 1e-6.
 OUTPUT_TOLERANCE = 1e-3
 
 
@@ -25,8 +25,8 @@ def check_head_ir(head: HeadModule, model: ov.Model, target_states: np.ndarray |
     """Raise OvspecError if ``model`` computes other features, logits or outputs than ``head``.
 
     It reads a text step by step with a cache, as one of two rows; torch reads each row anew from its beginning.
-    target_states: the inputs of the target's layers for some text, (positions, width) float32; random ones if it
-        doesn't fit.
+    target_states: the inputs of the target's layers for some text, (positions, width) float32; random if they don't
+        fit.
     """
     layout = head.layout
     generator = np.random.default_rng(0)
@@ -55,15 +55,15 @@ def check_head_ir(head: HeadModule, model: ov.Model, target_states: np.ndarray |
         difference = float(np.nan_to_num(root_mean_square / (expected_output.std() + 1e-30), nan=np.inf))
         if difference > OUTPUT_TOLERANCE:
             raise OvspecError(
-                f"the IR of the head computes other {name} than the checkpoint: they differ by {difference:.2g} of "
-                f"their spread; {REPORT_ADVICE}"
+                f"the head's {name} in the IR differ from the checkpoint's by {difference:.2g} standard deviations; "
+                f"{REPORT_ADVICE}"
             )
 
 
 def compute_head_outputs(
     head: HeadModule, tokens: np.ndarray, states: np.ndarray, first_entries: int
 ) -> dict[str, np.ndarray]:
-    """Return a row's outputs by name, (entries, width), where ``first_entries`` come before the unrolled ones."""
+    """Return a row's outputs by name, (entries, width), with ``first_entries`` before the unrolled entries."""
     with torch.no_grad():
         target_states = torch.from_numpy(states)[None]
         token_batch = torch.from_numpy(tokens)[None]
@@ -118,7 +118,7 @@ def compute_ir_outputs(
         request.infer(inputs)
         return {name: request.get_tensor(name).data.copy() for name in output_names}
 
-    # The branch that fuses reads nothing else, so other features do for its first run.
+    # The fusing branch reads nothing else, so any other features do for its first run.
     no_features = np.zeros((2, 1, request.get_tensor("hidden").shape[-1]), np.float32)
     fused_features = run_ir(0, 1, no_features, both_states)["fused"]
     request.reset_state()

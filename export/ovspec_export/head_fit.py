@@ -21,18 +21,18 @@ from ovspec.ir.heads import (
 from ovspec_export.head_layout import choose_default_tap_layers
 from ovspec_export.sources import HeadSource, MtpSource, Source
 
-NAME_CHECKPOINT_ADVICE = "name the head's checkpoint instead, which ovspec exports itself"
+NAME_CHECKPOINT_ADVICE = "give the head's checkpoint instead"
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The sizes of a head that have to fit its target.
+    """The sizes of a head that must fit its target.
 
-    states_width: of the states that it reads, of ``tap_count`` layers together.
-    tap_layers: these layers, or None for the default; none of them if it reads what the lm_head reads.
-    proposed_ids: the target's ids of the tokens that it can propose.
-    is_proposable: for each of the target's ids, whether it can propose it.
-    has_own_embedding, has_own_lm_head: whether it has them; else they are made of the target's embedding.
+    states_width: width of the states it reads, of ``tap_count`` layers together.
+    tap_layers: these layers, or None for the default; empty for the lm_head's input.
+    proposed_ids: the target's ids of the head's tokens.
+    is_proposable: for each of the target's ids, whether the head can propose it.
+    has_own_embedding, has_own_lm_head: whether it has them; otherwise they are made from the target's embedding.
     """
 
     hidden_size: int
@@ -47,7 +47,7 @@ class HeadSizes:
 
 
 def read_head_sizes(head: HeadSource) -> HeadSizes:
-    """Return the sizes of a head; raises OvspecError if it can't be used."""
+    """Return the sizes of a head; raises OvspecError if it is unusable."""
     if head.is_ir:
         return read_head_ir_sizes(head)
     if isinstance(head, MtpSource):
@@ -61,8 +61,8 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
         proposed_ids = proposed_ids + offsets
     elif layout.draft_vocab_size != layout.vocab_size:
         raise OvspecError(
-            f"{head.name}: it proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no d2t that "
-            "says which."
+            f"{head.name}: it proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no d2t with "
+            "their ids."
         )
     return HeadSizes(
         hidden_size=layout.hidden_size,
@@ -96,7 +96,7 @@ def read_mtp_sizes(layer: MtpSource) -> HeadSizes:
 
 
 def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
-    """Return the sizes of a head that ovspec exported."""
+    """Return the sizes of a head exported by ovspec."""
     check_weights_file(head.path / MODEL_FILE)
     try:
         model = openvino_core().read_model(head.path / MODEL_FILE)
@@ -108,7 +108,7 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
         if proposed_ids is None and is_mtp_layer(model):
             proposed_ids = np.arange(vocab_size or 0)
         if FUSION_OUTPUT not in outputs or proposed_ids is None or not model.has_rt_info(TARGET_LAYERS_INFO):
-            raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {NAME_CHECKPOINT_ADVICE}.")
+            raise OvspecError(f"{head.name}: an IR of a head in an unsupported form; {NAME_CHECKPOINT_ADVICE}.")
         tap_layers = read_target_layers(model)
         return HeadSizes(
             hidden_size=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
@@ -124,7 +124,7 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
 
 
 def check_head_fits(target: Source, head: HeadSource) -> list[int]:
-    """Return the target's layers whose inputs the head reads; none if it reads what the lm_head reads.
+    """Return the target layers whose inputs the head reads; empty for the lm_head's input.
 
     Raises:
         OvspecError: the head was made for a target of another width, vocabulary or number of layers.
@@ -133,43 +133,46 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     refusal = f"{head.name} cannot draft for {target.name}:"
     hidden_size, vocab_size, layer_count = (target.get_config_number(name) for name in ("hidden", "vocab", "layers"))
     if hidden_size is None or vocab_size is None or layer_count is None:
-        raise OvspecError(f"{refusal} the target's config.json doesn't say its width, vocabulary and layers.")
+        raise OvspecError(
+            f"{refusal} the target's config.json lacks its hidden size, vocabulary size or number of layers."
+        )
     if sizes.states_width != sizes.tap_count * hidden_size:
         raise OvspecError(
-            f"{refusal} it reads {sizes.tap_count} layers, {sizes.states_width} values in all, but the target is "
-            f"{hidden_size} wide."
+            f"{refusal} it reads {sizes.tap_count} layers with {sizes.states_width} values in total, but the "
+            f"target's hidden size is {hidden_size}."
         )
     if not sizes.has_own_embedding and sizes.hidden_size != hidden_size:
         raise OvspecError(
-            f"{refusal} it has no embedding of its own and is {sizes.hidden_size} wide, but the target's embedding "
+            f"{refusal} it uses the target's embedding, but its hidden size is {sizes.hidden_size} and the target's "
             f"{hidden_size}."
         )
     if not sizes.has_own_embedding and not sizes.has_own_lm_head and target.is_ir:
-        raise OvspecError(f"{refusal} its lm_head is made of the target's embedding; name the target's checkpoint.")
+        raise OvspecError(f"{refusal} its lm_head comes from the target's embedding; give the target's checkpoint.")
     if sizes.vocab_size != vocab_size:
-        raise OvspecError(f"{refusal} it was made for {sizes.vocab_size} tokens, but the target has {vocab_size}.")
+        raise OvspecError(f"{refusal} its vocabulary has {sizes.vocab_size} tokens, but the target's has {vocab_size}.")
     check_head_token_ids(sizes, vocab_size, head.name)
     tap_layers = choose_default_tap_layers(layer_count) if sizes.tap_layers is None else list(sizes.tap_layers)
     if any(not 0 <= layer < layer_count for layer in tap_layers):
         raise OvspecError(
             f"{refusal} it reads the inputs of its layers {', '.join(map(str, tap_layers))}, but the target has "
-            f"{layer_count} (0 to {layer_count - 1})."
+            f"layers 0 to {layer_count - 1}."
         )
     return tap_layers
 
 
 def check_head_token_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
-    """Raise OvspecError if the tokens that a head can propose aren't different tokens of the target."""
+    """Raise OvspecError unless the head's tokens are distinct tokens of the target."""
     proposed_ids = sizes.proposed_ids
     lowest_id = proposed_ids.min()
     highest_id = proposed_ids.max()
     if lowest_id < 0 or highest_id >= vocab_size:
         raise OvspecError(
-            f"{name}: its d2t names the token {lowest_id if lowest_id < 0 else highest_id} of {vocab_size}."
+            f"{name}: its d2t has token id {lowest_id if lowest_id < 0 else highest_id}, but there are {vocab_size} "
+            "tokens."
         )
     if len(np.unique(proposed_ids)) < len(proposed_ids):
-        raise OvspecError(f"{name}: its d2t names a token twice.")
+        raise OvspecError(f"{name}: its d2t has a duplicate token.")
     if sizes.is_proposable is not None and not np.array_equal(
         np.flatnonzero(sizes.is_proposable), np.sort(proposed_ids)
     ):
-        raise OvspecError(f"{name}: its t2d and its d2t name different tokens.")
+        raise OvspecError(f"{name}: its t2d and its d2t contain different tokens.")

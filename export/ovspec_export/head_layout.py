@@ -1,8 +1,8 @@
-"""EAGLE-3 heads as AngelSlim, SpecForge and speculators write them: their sizes, options and tensors.
+"""EAGLE-3 heads in the formats of AngelSlim, SpecForge and speculators: their sizes, options and tensors.
 
-A head is one decoder layer that drafts from the target's hidden states: entry i holds token i + 1 and a feature fused
-from what some layers of the target read at position i. It predicts token i + 2, and its own output is the next
-entry's feature where the target has computed none yet.
+A head is one decoder layer that drafts from the target's hidden states: entry i has token i + 1 and a feature fused
+from the inputs of some target layers at position i. It predicts token i + 2, and its own output is the next entry's
+feature where the target has computed none yet.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
-LAYER_CONFIG_ENTRY = "transformer_layer_config"  # the entry of a config of speculators that describes the decoder layer
+LAYER_CONFIG_ENTRY = "transformer_layer_config"  # the entry about the decoder layer in speculators' configs
 LAYER_IDS_ENTRY = "eagle_aux_hidden_state_layer_ids"
 HEAD_FAMILIES = ("llama", "qwen3")
-SUPPORTED_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies don't depend on the length of the text
+SUPPORTED_ROPES = ("default", "linear", "llama3", "yarn")  # their frequencies don't depend on the text's length
 DEFAULT_TAP_COUNT = 3
-# Tensors that only training needs, or that follow from the config.
+# Tensors needed only in training, or implied by the config.
 IGNORED_TENSORS = re.compile(r"verifier_|(.*\.)?rotary_emb\.|[dt]2[dt]$")
 
 
@@ -28,9 +28,9 @@ IGNORED_TENSORS = re.compile(r"verifier_|(.*\.)?rotary_emb\.|[dt]2[dt]$")
 class HeadLayout:
     """Sizes and options of a head.
 
-    vocab_size: the number of the target's tokens. draft_vocab_size: the number of tokens that it can propose.
-    tap_count: the number of the target's layers that a feature is fused from. target_hidden_size: the width of each.
-    tap_layers: these layers, of which the inputs are read; None for the default, which depends on the target.
+    vocab_size: the number of the target's tokens. draft_vocab_size: the number of the head's tokens.
+    tap_count: the number of target layers fused into a feature. target_hidden_size: the width of each.
+    tap_layers: the layers whose inputs are read; None for the default, which depends on the target.
     fused_norm: where the fused states are normalised: "" for nowhere, "before_fc" (together) or "fc" (each layer's).
     norm_before_residual: the residual is the normalised feature.
     norm_before_head: the lm_head reads the normalised output.
@@ -63,7 +63,7 @@ class HeadLayout:
     biased_layers: frozenset[str] = frozenset()
 
     def tensor_shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of its tensors, by the names that ``EagleHead`` has for them."""
+        """Return the shapes of its tensors, by ``EagleHead``'s names."""
         width = self.hidden_size
         query_width = self.head_count * self.head_dim
         key_width = self.kv_head_count * self.head_dim
@@ -96,17 +96,17 @@ class HeadLayout:
 
 
 def is_head_config(config: JsonObject) -> bool:
-    """Return whether a config.json is that of an EAGLE-3 head."""
+    """Return whether a config.json belongs to an EAGLE-3 head."""
     architectures = config.get("architectures")
     architecture_names = {str(name) for name in architectures} if isinstance(architectures, list) else set()
-    # EAGLE's authors call theirs a Llama.
+    # EAGLE's authors call their heads Llama models.
     is_named_llama = architecture_names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
     is_speculators = config.get("speculators_model_type") == "eagle3"
     return is_named_llama or bool({*HEAD_ARCHITECTURES} & architecture_names) or is_speculators
 
 
 def flatten_head_config(config: JsonObject) -> JsonObject:
-    """Return a head's config with the entries of its layer beside the others, where speculators nests them."""
+    """Return a head's config with the entries of its layer at the top level, where speculators nests them."""
     flat_config = dict(config)
     layer_config = config.get(LAYER_CONFIG_ENTRY)
     if isinstance(layer_config, dict):
@@ -120,10 +120,10 @@ def map_to_eagle_head_name(name: str) -> str:
 
 
 def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], name: str) -> HeadLayout:
-    """Return the layout by the config and the shapes of the tensors of a head.
+    """Return the layout from the config and the shapes of a head's tensors.
 
     Raises:
-        OvspecError: it has a part that isn't supported, lacks a tensor, or the two contradict each other.
+        OvspecError: it has an unsupported part, lacks a tensor, or config and tensors contradict each other.
     """
     flat_config = flatten_head_config(config)
     tensor_shapes = {map_to_eagle_head_name(tensor_name): list(shape) for tensor_name, shape in shapes.items()}
@@ -133,23 +133,26 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
     check_head_supported(flat_config, tensor_shapes, name)
     for tensor_name in ("fc.weight", "norm.weight"):
         if tensor_name not in tensor_shapes:
-            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}.")
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}; download the head again.")
     try:
         layout = build_head_layout(flat_config, tensor_shapes, isinstance(config.get(LAYER_CONFIG_ENTRY), dict))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise OvspecError(f"{name}: its config.json lacks an entry, or has a wrong one ({error}).") from None
+        raise OvspecError(
+            f"{name}: its config.json has a missing or wrong entry ({error}); download the head again."
+        ) from None
     expected_shapes = layout.tensor_shapes()
     for tensor_name in sorted({*expected_shapes, *tensor_shapes}):
         if tensor_name not in expected_shapes:
-            raise OvspecError(f"{name}: the head has a tensor that ovspec doesn't know ({tensor_name}).")
+            raise OvspecError(f"{name}: the head has the unknown tensor {tensor_name}.")
         if tensor_name not in tensor_shapes:
-            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}.")
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}; download the head again.")
         if expected_shapes[tensor_name] != tensor_shapes[tensor_name]:
             shape, expected_shape = (
                 " x ".join(map(str, named_shapes[tensor_name])) for named_shapes in (tensor_shapes, expected_shapes)
             )
             raise OvspecError(
-                f"{name}: its tensor {tensor_name} is {shape}, but by its config.json it is {expected_shape}."
+                f"{name}: its tensor {tensor_name} has the shape {shape}, but {expected_shape} according to its "
+                "config.json."
             )
     return layout
 
@@ -157,7 +160,7 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
 def build_head_layout(
     config: JsonObject, tensor_shapes: Mapping[str, Sequence[int]], is_speculators: bool
 ) -> HeadLayout:
-    """Return the layout by the flat config. is_speculators: the config was nested, as speculators writes it."""
+    """Return the layout from the flat config. is_speculators: the config was nested, as in speculators."""
     hidden_size, head_count, vocab_size = (
         int(config[name]) for name in ("hidden_size", "num_attention_heads", "vocab_size")
     )
@@ -188,7 +191,7 @@ def build_head_layout(
         qk_norm=config.get("model_type") == "qwen3",
         fused_norm=fused_norm,
         norm_before_residual=bool(config.get("norm_before_residual")),
-        # The same name says whether the lm_head reads normalised states, which is the usual, or the next entry, too.
+        # The same name says whether the lm_head reads normalised states, which is usual, or the next entry does, too.
         norm_before_head=is_speculators or config.get("norm_output") is not False,
         norm_output=is_speculators and bool(config.get("norm_output")),
         rope_config={name: config[name] for name in rope_entries if config.get(name) is not None},
@@ -199,9 +202,9 @@ def build_head_layout(
 
 
 def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
-    """Return the layers of the target whose inputs a head reads, or None if its config names none.
+    """Return the target layers whose inputs a head reads, or None if its config has none.
 
-    speculators names them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
+    speculators numbers them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
     """
     if config.get(LAYER_IDS_ENTRY):
         return tuple(int(layer) for layer in config[LAYER_IDS_ENTRY])
@@ -212,12 +215,12 @@ def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
 
 
 def choose_default_tap_layers(layer_count: int) -> list[int]:
-    """Return the layers of a target whose inputs a head reads if its config names none."""
+    """Return the target layers whose inputs a head reads if its config has none."""
     return [2, layer_count // 2, layer_count - 3]
 
 
 def choose_new_head_tap_layers(layer_count: int) -> list[int]:
-    """Return the layers of a target whose inputs a new head reads."""
+    """Return the target layers whose inputs a new head reads."""
     tap_layers = choose_default_tap_layers(layer_count)
     if tap_layers[0] < tap_layers[1] < tap_layers[2]:
         return tap_layers
@@ -225,18 +228,17 @@ def choose_new_head_tap_layers(layer_count: int) -> list[int]:
 
 
 def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: str) -> None:
-    """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. tensor_names: empty if not known yet."""
+    """Raise OvspecError if a head has parts that ``EagleHead`` lacks. tensor_names: empty if not known yet."""
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
         raise OvspecError(
-            f"{name}: the head's layer is one of the family {family}; ovspec exports heads with layers of "
-            f"{' or '.join(HEAD_FAMILIES)}."
+            f"{name}: the head's layer is of the family {family}; only {' and '.join(HEAD_FAMILIES)} are supported."
         )
     has_further_layers = any(re.match(r"layers\.[1-9]", tensor) for tensor in tensor_names)
     if has_further_layers or config.get("num_hidden_layers", 1) != 1:
-        raise OvspecError(f"{name}: the head has more than one layer; ovspec exports heads of one.")
+        raise OvspecError(f"{name}: the head has several layers; only a single layer is supported.")
     if config.get("use_sliding_window") or {*(config.get("layer_types") or ())} - {"full_attention"}:
-        raise OvspecError(f"{name}: the head's attention has a sliding window; ovspec exports heads without one.")
+        raise OvspecError(f"{name}: the head's attention has a sliding window, but only full attention is supported.")
     if config.get("norm_before_fc") and config.get("fc_norm"):
         raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
     rope_configs = [
@@ -253,8 +255,8 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
         unsupported_ropes.append("partial")
     if unsupported_ropes:
         raise OvspecError(
-            f"{name}: the head's rotary embedding is {unsupported_ropes[0]}; ovspec exports heads where it is whole "
-            f"and one of {', '.join(SUPPORTED_ROPES)}."
+            f"{name}: the head's rotary embedding is {unsupported_ropes[0]}; only full rotary embeddings of the "
+            f"types {', '.join(SUPPORTED_ROPES)} are supported."
         )
 
 

@@ -2,9 +2,9 @@
 
 The IR has the inputs ``input_ids`` [batch, new] (or ``inputs_embeds`` [batch, new, hidden] for a head without
 embeddings), ``hidden_states`` [batch, new, hidden], ``attention_mask`` [batch, past + new], ``position_ids`` and
-``beam_idx``, and the outputs ``logits`` [batch, new, draft vocabulary] and ``hidden`` [batch, new, hidden], which is
-the next entry's feature. A branch of its own makes ``fused`` [batch, new, hidden] of ``target_hidden_states``
-[batch, new, taps * width]. ``d2t`` [draft vocabulary] is constant: the target's id of token i is i + d2t[i].
+``beam_idx``, and the outputs ``logits`` [batch, new, draft vocabulary] and ``hidden`` [batch, new, hidden], the next
+entry's feature. A separate branch computes ``fused`` [batch, new, hidden] from ``target_hidden_states`` [batch, new,
+taps * width]. ``d2t`` [draft vocabulary] is constant: the target's id of token i is i + d2t[i].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ovspec_export.kept_export import read_kept_embedding
 from ovspec_export.kept_weights import has_kept_weights
 from ovspec_export.pickled import read_pickled_tensors
 
-# Ends of the name that families have for the embedding of tokens.
+# Ends of the families' names for the token embedding.
 EMBEDDING_NAMES = [[name, "weight"] for name in ("embed_tokens", "wte", "word_embeddings", "embed_in")]
 KeyValueCache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads, slots, head_dim]
 
@@ -39,8 +39,8 @@ KeyValueCache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads,
 class HeadModule(Protocol):
     """An EAGLE-3 head or an MTP layer.
 
-    output_names: of its outputs but the longer cache, which comes after them.
-    target_ids: the target's ids of the tokens that it can propose, (n,) int64; None for all.
+    output_names: of its outputs except the longer cache, which comes after them.
+    target_ids: the target's ids of the tokens it can propose, (n,) int64; None for all.
     """
 
     @property
@@ -63,7 +63,7 @@ class HeadModule(Protocol):
 
 
 class HeadAttention(nn.Module):
-    """Attention whose queries, keys and values are made of an embedding and a feature, side by side."""
+    """Attention whose queries, keys and values come from an embedding and a feature, concatenated."""
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class HeadAttention(nn.Module):
     def forward(
         self, states: Tensor, mask: Tensor, cosines_and_sines: KeyValueCache, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return the attended states, and the cache with the new keys and values."""
+        """Return the attended states, and the cache extended by the new keys and values."""
         shape = (*states.shape[:2], -1, self.layout.head_dim)
         queries = self.q_norm(self.q_proj(states).view(shape)).transpose(1, 2)
         keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
@@ -135,7 +135,7 @@ class HeadLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE-3 head. The target's embedding takes the place of ``embed_tokens`` where it has none."""
+    """An EAGLE-3 head. Without an embedding of its own, it uses the target's as ``embed_tokens``."""
 
     output_names: tuple[str, ...] = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT)
 
@@ -158,11 +158,11 @@ class EagleHead(nn.Module):
 
     @property
     def target_ids(self) -> np.ndarray:
-        """The target's ids of the tokens that it can propose, (n,) int64."""
+        """The target's ids of the tokens it can propose, (n,) int64."""
         return self.d2t.numpy() + np.arange(len(self.d2t))
 
     def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
-        """Return features [batch, new, hidden] of the inputs of the target's layers, side by side."""
+        """Return features [batch, new, hidden] from the concatenated inputs of the target's layers."""
         states = target_hidden_states if self.input_norm is None else self.input_norm(target_hidden_states)
         if self.fc_norm:
             layer_states = states.chunk(self.layout.tap_count, -1)
@@ -172,7 +172,7 @@ class EagleHead(nn.Module):
     def run_layer(
         self, embedded: Tensor, features: Tensor, mask: Tensor, position_ids: Tensor, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return the layer's output [batch, new, hidden] and the longer cache.
+        """Return the layer's output [batch, new, hidden] and the extended cache.
 
         mask: added to the attention's scores, [batch, 1, new, past + new].
         """
@@ -200,9 +200,9 @@ class EagleHead(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return logits, the next features, the output of ``fuse_target_states``, and the longer cache, as the IR does.
+        """Return logits, the next features, the output of ``fuse_target_states``, and the extended cache, like the IR.
 
-        tokens: ids, or embeddings if it has none itself.
+        tokens: ids, or embeddings if the head has no embedding.
         """
         embedded = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         mask = make_causal_mask(attention_mask, position_ids.shape[1])
@@ -237,8 +237,8 @@ def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
 def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
     """Return the head of a checkpoint, with weights in f32. embedding: the target's.
 
-    An embedding that equals the target's to the bit is left out. A head without an lm_head gets the rows of its tokens
-    in the embedding.
+    An embedding equal to the target's, to the bit, is left out. A head without an lm_head gets its tokens' rows of the
+    embedding.
     """
     stored_tensors = read_checkpoint_tensors(folder)
     shapes = {stored_name: list(tensor.shape) for stored_name, tensor in stored_tensors.items()}
@@ -274,7 +274,7 @@ def have_equal_values(matrix: Tensor, other_matrix: Tensor) -> bool:
 
 
 def read_target_embedding(folder: Path) -> Tensor | None:
-    """Return the embedding of a checkpoint's tokens, or None if it has none of a usual name."""
+    """Return a checkpoint's token embedding, or None if it has none under a common name."""
     from safetensors import safe_open
 
     if has_kept_weights(folder):
@@ -301,7 +301,7 @@ def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
 def convert_head_to_ir(head: HeadModule, tap_layers: list[int]) -> ov.Model:
     """Return a head as a stateful model.
 
-    tap_layers: the target's layers whose inputs it reads; none for the lm_head's input.
+    tap_layers: the target layers whose inputs it reads; empty for the lm_head's input.
     """
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 
@@ -342,7 +342,7 @@ def convert_head_to_ir(head: HeadModule, tap_layers: list[int]) -> ov.Model:
         port.get_node().set_partial_shape(ov.PartialShape(shape))  # type: ignore[attr-defined]
     output_names = (*head.output_names, "present.0.key", "present.0.value")
     for port, name in zip(model.outputs, output_names, strict=True):
-        # Of MTP, the tensor with the target's states is an input and an output, and so has two names.
+        # In MTP, the tensor with the target's states is an input and an output, and so has two names.
         port.get_tensor().set_names({name} | {FUSION_INPUT} & port.get_names())
     if head.target_ids is not None:
         write_target_ids(model, head.target_ids)

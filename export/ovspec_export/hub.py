@@ -1,4 +1,4 @@
-"""The Hugging Face hub: files are fetched by huggingface_hub into its own cache, with errors that say what to do."""
+"""The Hugging Face hub: huggingface_hub fetches files into its own cache; errors here say what to do."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ovspec.base.progress import format_size, show_step
 FIRST_SHARD = re.compile(r"-00001-of-\d{5}$")
 QUANTIZATION_SUFFIX = re.compile(r"[.-]((?:UD-)?[A-Z0-9_]+)$", re.IGNORECASE)
 LATER_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror)  # OSErrors that aren't the disk's
-PROJECTOR_PREFIX = "mmproj"  # begins the names of GGUF files for images
+NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror)  # OSErrors not caused by the disk
+PROJECTOR_PREFIX = "mmproj"  # prefix of the names of GGUF files for images
 
 
 @dataclass(frozen=True)
 class Repository:
-    """The files of a repository at one commit. sizes: their sizes in bytes, by path; 0 for an unknown one."""
+    """The files of a repository at one commit. sizes: their sizes in bytes, by path; 0 if unknown."""
 
     commit: str
     sizes: dict[str, int]
@@ -34,10 +34,10 @@ class Repository:
 def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
     """Download a hub model's files that match ``patterns`` but not ``ignored_patterns``; return their folder.
 
-    Files that are in the hub's cache aren't downloaded again. ``name`` is for messages.
+    Files in the hub's cache aren't downloaded again. ``name`` is for messages.
 
     Raises:
-        OvspecError: they can't be had.
+        OvspecError: they are unavailable.
     """
     from huggingface_hub import snapshot_download
 
@@ -55,12 +55,12 @@ def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: li
 
 
 def read_repository(name: str, hub: HubName) -> Repository:
-    """Return the files of a repository; without a network, the files of it that are in the hub's cache.
+    """Return the files of a repository; without a network, its files in the hub's cache.
 
     ``name`` is for messages.
 
     Raises:
-        OvspecError: there is no such repository or revision, or it can't be reached and isn't in the cache.
+        OvspecError: the repository or revision doesn't exist, or is neither reachable nor in the cache.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub import errors as hub_errors
@@ -69,7 +69,7 @@ def read_repository(name: str, hub: HubName) -> Repository:
     with name_hub_errors(name, hub.revision):
         try:
             answer = HfApi().model_info(hub.repository, revision=hub.revision, files_metadata=True)
-        except refusals:  # a gated repository's is a RepositoryNotFoundError
+        except refusals:  # a gated repository raises RepositoryNotFoundError
             raise
         except Exception:  # no network, or offline mode
             folder = Path(snapshot_download(hub.repository, revision=hub.revision, local_files_only=True))
@@ -80,7 +80,7 @@ def read_repository(name: str, hub: HubName) -> Repository:
 
 
 def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str], ignored_patterns: str = "") -> int:
-    """Return the bytes of the files that ``download_snapshot`` would fetch, those in the hub's cache left out."""
+    """Return the size of the files that ``download_snapshot`` would fetch, without files in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     return sum(
@@ -93,7 +93,7 @@ def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str],
 
 
 def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[str]:
-    """Return the GGUF file in a repository that a hub id names, with all its shards, the first one first.
+    """Return the GGUF file in a repository that a hub id names, with all its shards in order.
 
     Raises:
         OvspecError: there is none of this quantisation; the message lists the others.
@@ -106,7 +106,7 @@ def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[s
         and (FIRST_SHARD.search(path[:-5]) or not LATER_SHARD.search(path[:-5]))
     }
     if not first_files:
-        raise OvspecError(f"{name}: its repository holds no GGUF file; leave the colon out for its checkpoint.")
+        raise OvspecError(f"{name}: its repository has no GGUF file; leave the colon out to export the checkpoint.")
     wanted_quantization = (hub.quantization or "").lower()
     first_file = next(
         (path for quantization, path in first_files.items() if quantization.lower() == wanted_quantization), None
@@ -114,7 +114,7 @@ def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[s
     if first_file is None:
         example = HubName(hub.repository, hub.revision, next(iter(first_files)))
         raise OvspecError(
-            f"{name}: its repository holds the GGUF files {', '.join(first_files)}; name one, as {example}."
+            f"{name}: its repository has the GGUF files {', '.join(first_files)}; choose one, as in {example}."
         )
     shard_pattern = FIRST_SHARD.sub("-*-of-*", first_file[:-5]) + ".gguf"
     return sorted(path for path in repository.sizes if fnmatch.fnmatchcase(path, shard_pattern))
@@ -133,13 +133,13 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub import constants, get_token
     from huggingface_hub import errors as hub
 
-    log_in = "log in with 'hf auth login'" if get_token() is None else "check that your token may read it"
+    log_in = "log in with 'hf auth login'" if get_token() is None else "check your token's access"
     try:
         yield
     except hub.GatedRepoError:
         raise OvspecError(f"{name}: the model is gated; accept the terms on its page and {log_in}.") from None
     except hub.RevisionNotFoundError:
-        raise OvspecError(f"{name}: the model has no revision {revision}; name a commit, a tag or a branch.") from None
+        raise OvspecError(f"{name}: the model has no revision {revision}; give a commit, a tag or a branch.") from None
     except hub.RepositoryNotFoundError:
         raise OvspecError(
             f"{name}: no such folder, and no such model on the Hugging Face hub; check the spelling, or {log_in} if it "
@@ -154,17 +154,17 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
             raise
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
-            raise OvspecError(f"{name}: the hub refuses to hand it out (status {status}); {log_in}.") from None
-        advice = "check the network, and the same command goes on with the files that were fetched"
+            raise OvspecError(f"{name}: the hub denies access (status {status}); {log_in}.") from None
+        advice = "check the network, and run the same command to resume the download"
         if constants.HF_HUB_OFFLINE:
-            advice = "unset HF_HUB_OFFLINE to fetch it"
+            advice = "unset HF_HUB_OFFLINE to download it"
         raise OvspecError(
-            f"{name}: no such folder, and not whole in the hub's cache; the hub cannot be reached: {advice}."
+            f"{name}: no such folder, not complete in the hub's cache, and the hub cannot be reached; {advice}."
         ) from None
 
 
 def make_bytes_shower(show: Callable[[str], object]) -> type[Any]:
-    """Return a class for huggingface_hub's bars of progress that calls ``show`` with the bytes, and draws nothing."""
+    """Return a class for huggingface_hub's progress bars that calls ``show`` with the bytes, and draws nothing."""
     from tqdm import tqdm
 
     class BytesShower(tqdm):  # type: ignore[type-arg]

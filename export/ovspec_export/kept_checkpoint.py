@@ -1,4 +1,4 @@
-"""A checkpoint made of one with quantised weights: all but these, which are read where they are."""
+"""A copy of a checkpoint without its quantised weights, which are read in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports a checkpoint whose weights are elsewhere: optimum converts a skeleton, and the weights follow as they are."""
+"""Exports a checkpoint whose weights are elsewhere: optimum converts a skeleton, then the weights are added."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     import openvino as ov
     from transformers import PreTrainedModel
 
-MODEL_OPTIONS = ("attn_implementation", "experts_implementation")  # of those for loading, the ones without weights
+MODEL_OPTIONS = ("attn_implementation", "experts_implementation")  # loading options that apply without weights
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model without its large matrices, the weights that it lacks, and the mark of each matrix."""
+    """A model without its large matrices, the weights it lacks, and the mark of each matrix."""
 
     model: PreTrainedModel
     kept: KeptWeights
@@ -41,7 +41,7 @@ class Skeleton:
 
 
 def open_weights(folder: Path, model: PreTrainedModel) -> KeptWeights:
-    """Return the weights of the checkpoint in ``folder``, of which ``model`` is made."""
+    """Return the weights of the checkpoint in ``folder``, from which ``model`` is made."""
     location = read_json(folder / WEIGHTS_FILE)
     if "checkpoint" in location:
         quantisation = Quantisation(**location["quantisation"])
@@ -51,7 +51,7 @@ def open_weights(folder: Path, model: PreTrainedModel) -> KeptWeights:
 
 @contextlib.contextmanager
 def loading_skeletons(folder: Path) -> Iterator[list[Skeleton]]:
-    """Make ``from_pretrained`` return skeletons of the checkpoint in ``folder``, and give a list that gets each."""
+    """Make ``from_pretrained`` return skeletons of the checkpoint in ``folder``, and yield a list of these."""
     from transformers import GenerationConfig, PreTrainedModel
 
     skeletons: list[Skeleton] = []
@@ -79,7 +79,7 @@ def loading_skeletons(folder: Path) -> Iterator[list[Skeleton]]:
 
 @contextlib.contextmanager
 def keeping_weights(folder: Path) -> Iterator[None]:
-    """Make optimum export the checkpoint in ``folder`` with the weights as they are, if they are elsewhere."""
+    """Make optimum export the checkpoint in ``folder`` with the weights unchanged, if they are elsewhere."""
     if not has_kept_weights(folder):
         yield
         return
@@ -108,9 +108,9 @@ def keeping_weights(folder: Path) -> Iterator[None]:
 
 
 def find_offset_matrices(model: PreTrainedModel, kept: KeptWeights) -> frozenset[str]:
-    """Return the names of the matrices whose groups may have offsets; none where those aren't faster.
+    """Return the names of the matrices whose groups may have offsets; none where offsets aren't faster.
 
-    They are those other than the embedding and the lm_head, whose graphs may be changed later.
+    They are all but the embedding and the lm_head, because the graphs of these may be changed later.
     """
     if not are_offsets_faster():
         return frozenset()
@@ -138,9 +138,9 @@ def read_kept_embedding(folder: Path) -> np.ndarray:
 def load_kept_model(
     folder: Path, trust_remote_code: bool, as_exported: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """Return the model of the checkpoint in ``folder``, which reads each matrix when it is used.
+    """Return the model of the checkpoint in ``folder``, reading each matrix on use.
 
-    as_exported: round the weights as an export of this process does.
+    as_exported: round the weights as in this process's export.
     """
     from transformers import AutoModelForCausalLM
 

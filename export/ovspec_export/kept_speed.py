@@ -1,4 +1,4 @@
-"""Measures which of two forms of the same quantised weights this processor multiplies with in less time."""
+"""Measures which of two forms of the same quantised weights this processor multiplies faster."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from openvino import opset13 as ops
 from ovspec_export.packed_weights import PackedWeights
 from ovspec_export.skeleton import make_product
 
-ROWS, COLUMNS, GROUP_SIZE = 2048, 2048, 32  # of the matrix that is multiplied with
-TOKEN_COUNTS = (1, 4, 64)  # a token, a few that are verified, and a part of a prompt
+ROWS, COLUMNS, GROUP_SIZE = 2048, 2048, 32  # of the matrix
+TOKEN_COUNTS = (1, 4, 64)  # a token, a few tokens to verify, and a part of a prompt
 TIMING_TURNS = 15
 
 
 @functools.cache
 def are_offsets_faster() -> bool:
-    """Return whether groups with an offset take less time here than groups with a zero point that isn't an integer."""
+    """Return whether groups with an offset are faster here than groups with a fractional zero point."""
     generator = np.random.default_rng(0)
     integers = generator.integers(0, 16, (ROWS, COLUMNS), np.uint8)
     numbers = generator.random((ROWS, COLUMNS // GROUP_SIZE)).astype(np.float16)

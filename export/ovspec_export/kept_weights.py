@@ -1,6 +1,6 @@
 """Quantised weights that an export keeps: where they are, and what form each kind of tensor takes in the IR.
 
-A checkpoint whose weights are elsewhere has the file ``WEIGHTS_FILE`` in their place, which names them.
+A checkpoint whose weights are elsewhere has the file ``WEIGHTS_FILE``, which names them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ QUANTISATION_KEYS = ("quantization_config", "compression_config")  # of configs 
 class KeptWeights(Protocol):
     """The weights of a quantised source, by transformers' names of a model's parameters.
 
-    Of experts, the matrices of their ``ExpertStack`` have names of their own.
+    Matrices of experts have the names in their ``ExpertStack``.
     """
 
     def list_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter that the source has."""
+        """Return the shape of each parameter in the source."""
         ...
 
     def list_matrices(self) -> dict[str, bool]:
-        """Return the matrices that are kept, and whether the model has rows and columns the other way round.
+        """Return the kept matrices, and whether each is transposed in the model.
 
-        So are those of experts, which aren't among them. The other parameters are small, and become f32.
+        Experts' matrices, which aren't listed, are transposed. The other parameters are small, and become f32.
         """
         ...
 
@@ -47,18 +47,18 @@ class KeptWeights(Protocol):
         ...
 
     def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:
-        """Return the same, but matrices as ``read_matrix`` rounds them; ``with_offsets`` is as there."""
+        """Return the same, but with matrices rounded as in ``read_matrix``; ``with_offsets`` is as there."""
         ...
 
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:
         """Return a matrix (rows, columns) as integers, or as floats in f16, or in bf16 as uint16.
 
-        with_offsets: groups may have offsets; they are faster on some processors, and only a product can have them.
+        with_offsets: groups may have offsets; they are faster on some processors, but possible only in products.
         """
         ...
 
     def describe_kind(self, name: str) -> str:
-        """Return the source's name for the way in which a matrix is stored."""
+        """Return the source's name for a matrix's storage format."""
         ...
 
 
@@ -97,7 +97,7 @@ def write_first_layers_config(checkpoint: Path, layer_count: int, folder: Path) 
 
 
 def read_forms(folder: Path) -> list[str]:
-    """Return a line about each kind of tensor from the file that an export left in ``folder``, and remove that."""
+    """Return a line about each kind of tensor from the file an export left in ``folder``, and delete the file."""
     file = folder / FORMS_FILE
     entries: list[tuple[str, str, int]] = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
@@ -108,13 +108,11 @@ def check_numbers(packed: PackedWeights, name: str, source: str) -> None:
     """Raise OvspecError if a scale, zero point or offset isn't a finite number."""
     for part, numbers in {"scale": packed.scales, "zero point": packed.zero_points, "offset": packed.offsets}.items():
         if numbers is not None and not np.isfinite(numbers).all():
-            raise OvspecError(
-                f"{source}: a {part} of its tensor {name} is infinite or not a number; download it again."
-            )
+            raise OvspecError(f"{source}: its tensor {name} has a NaN or infinite {part}; download it again.")
 
 
 def quantise_to_int8(values: np.ndarray) -> PackedWeights:
-    """Return weights (rows, columns) rounded to 256 steps between the least and the largest of each row."""
+    """Return weights (rows, columns) rounded to 256 steps between the smallest and the largest of each row."""
     lowest = np.minimum(values.min(1, keepdims=True), 0)
     steps = (np.maximum(values.max(1, keepdims=True), 0) - lowest) / 255
     scales = np.where(steps == 0, 1, steps).astype(np.float32)

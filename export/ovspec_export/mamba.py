@@ -1,7 +1,7 @@
 """Mamba's convolution and scan for any number of new tokens after any past, in place of optimum's.
 
-optimum's work for a whole prompt or a single token only, and its scan divides by a product of decays that becomes
-zero in a text of some length.
+optimum's work for a whole prompt or a single token only, and its scan divides by a product of decays that becomes zero
+in a text of some length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SelectiveScan(torch.nn.Module):
     """state[t] = state[t - 1] * decay[t] + drive[t]; output[t] = sum over N of state[t] * readout[t].
 
     decay, drive: (B, T, D, N). readout: (B, T, N). state: (B, D, N). Returns all outputs (B, T, D) and the last state,
-    flat and in a row, since a module that OpenVINO converts as one operation can only return one tensor.
+    flattened and concatenated, since a module converted by OpenVINO as one operation can only return one tensor.
     """
 
     def forward(
@@ -69,7 +69,7 @@ def run_mixer(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any
     layer_index = self.layer_idx
     kernel_size = self.conv_kernel_size
     convolution_inputs, gate = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
-    # The past holds the last ``kernel_size`` inputs.
+    # The past consists of the last ``kernel_size`` inputs.
     window = torch.cat([cache_params.conv_states[layer_index], convolution_inputs], dim=-1)
     cache_params.conv_states[layer_index] = window[..., -kernel_size:]
     convolved = torch.nn.functional.conv1d(

@@ -1,4 +1,4 @@
-"""The entries of an exported folder's manifest, and the folder's completion by it."""
+"""The entries of an exported folder's manifest, and the completion of the folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSIONED_PACKAGES = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel"
 
 
 def complete_export(work_folder: Path, output: Path, manifest: Manifest) -> None:
-    """Complete the export in ``work_folder`` by its manifest, with checksums, and move it to ``output``."""
+    """Complete the export in ``work_folder`` with its manifest and checksums, and move it to ``output``."""
     with show_step(f"{output.name}: computing checksums", keep_line=True) as computing:
         files = sorted(
             path for path in work_folder.rglob("*") if path.is_file() and path != work_folder / MANIFEST_FILE
@@ -36,16 +36,16 @@ def complete_export(work_folder: Path, output: Path, manifest: Manifest) -> None
 
 
 def read_installed_versions() -> dict[str, str]:
-    """Return the versions of the installed packages that an export depends on."""
+    """Return the versions of the installed packages used by an export."""
     return {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES} | {"ovspec": ovspec.__version__}
 
 
 def make_manifest_entry(
     source: Source, folder: Path, compression: Compression, target: Path | None = None
 ) -> ExportedModel:
-    """Return the manifest entry of the model in ``folder``, which is read to see that it is supported.
+    """Return the manifest entry of the model in ``folder``, after checking that the model is supported.
 
-    A head is read with its ``target``, by default the model above it.
+    A head is checked with its ``target``, by default the model in the folder above it.
     """
     if isinstance(source, HeadSource):
         try:
@@ -67,7 +67,7 @@ def make_manifest_entry(
 
 
 def read_environment_versions(source: Source) -> dict[str, str]:
-    """Return the versions that the family's environment has in place of the installed ones."""
+    """Return the versions of packages replaced by the family's environment."""
     if source.is_ir or not source.family.environment:
         return {}
     return {name: version for name, version, _ in source.family.environment.wheels if name in VERSIONED_PACKAGES}

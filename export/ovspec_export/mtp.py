@@ -1,6 +1,6 @@
 """MTP layers in torch, with the interface of ``EagleHead``: read from a checkpoint, or new.
 
-The decoder layer, its norms and its rotary embedding are transformers' own of the target's family.
+The decoder layer, its norms and its rotary embedding are transformers' own for the target's family.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ovspec_export.head_layout import HeadLayout
 from ovspec_export.heads import KeyValueCache, make_causal_mask
 from ovspec_export.mtp_layout import LAYER_PREFIX, MTP_ARCHITECTURE, QWEN_NAMES, find_mtp_layers, make_layer_config
 
-UNUSED_VOCAB_SIZE = 8  # of the embedding and the lm_head that transformers makes beside the layer
-OWN_PARTS = ("fc.", "embedding_norm.", "feature_norm.")  # that transformers doesn't make
+UNUSED_VOCAB_SIZE = 8  # of the embedding and the lm_head made by transformers along with the layer
+OWN_PARTS = ("fc.", "embedding_norm.", "feature_norm.")  # not made by transformers
 
 
 class AppendingCache:
-    """A cache of one layer, as transformers calls it: keys and values are appended to those before."""
+    """A cache of one layer with transformers' interface: new keys and values are appended."""
 
     def __init__(self, cache: KeyValueCache) -> None:
         self.keys, self.values = cache
@@ -46,11 +46,11 @@ class AppendingCache:
 
 
 class MtpLayer(nn.Module):
-    """A layer for multi-token prediction. Its logits are those of the target's lm_head.
+    """A layer for multi-token prediction. Its logits come from the target's lm_head.
 
-    model: a model of transformers whose only layer is this one.
-    target_ids: the ids of the tokens that it can propose, (n,) int64; None for all.
-    lm_head: the target's rows of the tokens that it can propose, in training.
+    model: a model of transformers with this layer as its only one.
+    target_ids: the ids of the tokens it can propose, (n,) int64; None for all.
+    lm_head: the target's rows for these tokens, in training.
     """
 
     output_names: tuple[str, ...] = (HIDDEN_OUTPUT, FUSION_OUTPUT)
@@ -69,13 +69,13 @@ class MtpLayer(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False)
 
     def fuse_target_states(self, target_hidden_states: Tensor) -> Tensor:
-        """Return the features: what the target's lm_head reads, as it is."""
+        """Return the features: the input of the target's lm_head, unchanged."""
         return target_hidden_states
 
     def run_layer(
         self, embedded: Tensor, features: Tensor, mask: Tensor, position_ids: Tensor, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return the layer's output [batch, new, hidden] and the longer cache.
+        """Return the layer's output [batch, new, hidden] and the extended cache.
 
         mask: added to the attention's scores, [batch, 1, new, past + new].
         """
@@ -92,7 +92,7 @@ class MtpLayer(nn.Module):
         return states[0] if isinstance(states, tuple) else states, (cache.keys, cache.values)
 
     def compute_next_features(self, states: Tensor) -> Tensor:
-        """Return the features of the next entries, which the target's lm_head reads, too."""
+        """Return the features of the next entries, which are also the input of the target's lm_head."""
         return self.norm(states)
 
     def compute_logits(self, states: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class MtpLayer(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the next features, the output of ``fuse_target_states``, and the longer cache, as the IR does."""
+        """Return the next features, the output of ``fuse_target_states``, and the extended cache, like the IR."""
         mask = make_causal_mask(attention_mask, position_ids.shape[1])
         states, cache = self.run_layer(embedded, features, mask, position_ids, (key, value))
         return self.compute_next_features(states), self.fuse_target_states(target_hidden_states), *cache
@@ -144,7 +144,7 @@ def count_mtp_layers(folder: Path) -> int:
 
 
 def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: Any) -> tuple[MtpLayer, Any]:
-    """Return an MTP layer of the checkpoint in ``folder``, with weights in f32, and the model that holds it.
+    """Return an MTP layer of the checkpoint in ``folder``, with weights in f32, and the model around it.
 
     depth: number of layers before it. loading_options: of ``from_pretrained``.
 
@@ -166,7 +166,7 @@ def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: A
         missing_names, unknown_names = layer.load_state_dict(own_tensors, strict=False)
     except RuntimeError as error:
         raise OvspecError(
-            f"{name}: its MTP layer has a tensor of another shape ({str(error).splitlines()[-1].strip()})."
+            f"{name}: its MTP layer has a tensor of the wrong shape ({str(error).splitlines()[-1].strip()})."
         ) from None
     missing_names = [missing_name for missing_name in missing_names if missing_name.startswith(OWN_PARTS)]
     if missing_names or unknown_names:
@@ -178,7 +178,7 @@ def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: A
 
 
 def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str, loading_options: JsonObject) -> Any:
-    """Return a model of transformers with one layer and its norm, of tensors with this package's names."""
+    """Return a model of transformers with one layer and its norm, from tensors with this package's names."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -191,7 +191,7 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
             f"{folder}/model.safetensors",
             {"format": "pt"},
         )
-        load: Any = AutoModelForCausalLM.from_pretrained  # which returns a pair with this option
+        load: Any = AutoModelForCausalLM.from_pretrained  # returns a pair with this option
         model, loading_info = load(
             folder,
             dtype=torch.float32,
@@ -203,7 +203,7 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
     missing_names = [key for key in loading_info["missing_keys"] if "embed_tokens" not in key and "lm_head" not in key]
     wrong_names = [*missing_names, *(str(key[0]) for key in loading_info["mismatched_keys"])]
     if wrong_names:
-        raise OvspecError(f"{name}: its MTP layer lacks the tensor {min(wrong_names)}, or has another shape of it.")
+        raise OvspecError(f"{name}: its MTP layer lacks the tensor {min(wrong_names)}, or has a wrong shape for it.")
     if loading_info["unexpected_keys"]:
         raise OvspecError(f"{name}: its MTP layer has the unknown tensor {min(loading_info['unexpected_keys'])}.")
     return model.eval()
@@ -220,14 +220,14 @@ def make_new_mtp_layer(config: JsonObject) -> MtpLayer:
 
 
 def write_layer_config(config: JsonObject, folder: Path) -> None:
-    """Write the config of the layer alone, with a tiny vocabulary, as nothing else uses its embedding."""
+    """Write the config of the layer alone, with a tiny vocabulary, because its embedding is unused."""
     token_entries = {name: None for name in config if name.endswith("_token_id")}
     layer_config = make_layer_config(config) | token_entries | {"vocab_size": UNUSED_VOCAB_SIZE}
     (folder / "config.json").write_text(json.dumps(layer_config), encoding="utf-8", newline="\n")
 
 
 def save_mtp_layer(layer: MtpLayer, config: JsonObject, folder: Path) -> None:
-    """Write an MTP layer in bf16 as a checkpoint of its own, with Qwen's names. config: the target's."""
+    """Write an MTP layer in bf16 as a separate checkpoint, with Qwen's names. config: the target's."""
     old_prefixes = {new_prefix: old_prefix for old_prefix, new_prefix in QWEN_NAMES.items()}
     old_prefixes[LAYER_PREFIX] = "mtp.layers.0."
     tensors: dict[str, Tensor] = {}

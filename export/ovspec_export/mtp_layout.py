@@ -1,9 +1,9 @@
-"""Layers for multi-token prediction (MTP) in checkpoints: which tensors they are, and their config.
+"""Layers for multi-token prediction (MTP) in checkpoints: their tensors and their config.
 
-Such a layer drafts from the target's own final hidden states (DeepSeek-V3, arXiv 2412.19437). Entry i holds the
-embedding of token i + 1 and what the target's lm_head reads at position i, each normalised; ``fc`` makes one state of
-both, and a decoder layer like the target's goes on from there. The target's lm_head reads its normalised output, which
-is also the next entry's feature where the target has computed none yet.
+Such a layer drafts from the target's own final hidden states (DeepSeek-V3, arXiv 2412.19437). Entry i has the embedding
+of token i + 1 and the target's lm_head input at position i, each normalised; ``fc`` combines them into one state, the
+input of a decoder layer like the target's. Its normalised output is the input of the target's lm_head, and also the
+next entry's feature where the target has computed none yet.
 
 Qwen names the tensors ``mtp.*``. DeepSeek and GLM append the layers to the target's own.
 """
@@ -17,9 +17,9 @@ from ovspec.base.json_types import JsonObject
 from ovspec.ir.config import LAYER_KEYS
 from ovspec_export.kept_weights import QUANTISATION_KEYS
 
-MTP_ARCHITECTURE = "MTPLayer"  # in the config of a layer that is stored without its target
+MTP_ARCHITECTURE = "MTPLayer"  # in the config of a layer stored without its target
 LAYER_PREFIX = "layer."  # of the decoder layer's tensors, in this package
-# Names in checkpoints, after the layer's prefix where there is one -> in this package.
+# Names in checkpoints, after the layer's prefix, if any -> in this package.
 QWEN_NAMES = {
     "mtp.fc.": "fc.",
     "mtp.pre_fc_norm_embedding.": "embedding_norm.",
@@ -41,7 +41,7 @@ def find_mtp_layers(names: Iterable[str], config: JsonObject) -> list[dict[str, 
 
     Args:
         names: of all tensors, with or without the prefix of a text model among others.
-        config: the text model's, which says how many layers it has without these.
+        config: the text model's; it says how many layers there are without these.
     """
     layer_count = next((config[key] for key in LAYER_KEYS if type(config.get(key)) is int), None)
     shared_names: dict[str, str] = {}
@@ -60,13 +60,13 @@ def find_mtp_layers(names: Iterable[str], config: JsonObject) -> list[dict[str, 
             prefix = next((prefix for prefix in APPENDED_NAMES if match[4].startswith(prefix)), "")
             new_name = APPENDED_NAMES.get(prefix, LAYER_PREFIX) + match[4].removeprefix(prefix)
             layers.setdefault(int(match[3]) - layer_count, {})[name] = new_name
-    # Other layers beyond the config's number belong to nothing.
+    # Other layers beyond the config's number are unused.
     is_mtp = [bool(shared_names) or "fc.weight" in layers[depth].values() for depth in sorted(layers)]
     return [shared_names | layers[depth] for depth, found in zip(sorted(layers), is_mtp, strict=True) if found]
 
 
 def make_layer_config(config: JsonObject) -> JsonObject:
-    """Return the config of a model with the MTP layer alone: attention in full, and experts if the target has some."""
+    """Return the config of a model with the MTP layer alone: full attention, and experts if the target has some."""
     config = {name: entry for name, entry in config.items() if name not in QUANTISATION_KEYS}
     layer_config = config | {"layer_types": ["full_attention"], "architectures": [MTP_ARCHITECTURE]}
     layer_config |= {"sliding_window": None, "use_sliding_window": False}

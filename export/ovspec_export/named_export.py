@@ -1,4 +1,4 @@
-"""Exports of models that are only named: the format is chosen, and a line says what the export will cost."""
+"""Exports of models by name: the format is chosen automatically, and a line reports the cost in advance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE_MODEL_SHARE = 1 / 3  # of the memory: a model that would take more in int8
 VNNI_FEATURES = frozenset({"avx_vnni", "avx512_vnni"})
 UNQUANTISED_GGUF = ("f16", "bf16", "f32")
 BYTES_PER_WEIGHT = {"float32": 4.0}  # of checkpoints, by the type in their config; others have 2
-# A guide for the line before an export, measured on two cores; the download at 100 Mbit/s.
+# Rough values for the line before an export, measured on two cores; the download at 100 Mbit/s.
 START_SECONDS = 30.0
 SECONDS_PER_WEIGHT = 3e-7
 SECONDS_PER_KEPT_WEIGHT = 5e-8
@@ -32,13 +32,13 @@ FETCHED_BYTES_PER_SECOND = 12.5e6
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model that is to be exported.
+    """The size of a model to export.
 
     name: of the model, at one commit if it is on the hub.
-    fetched_bytes: bytes that must still be fetched.
+    fetched_bytes: bytes still to fetch.
     weight_bytes: bytes of its weights as they are.
-    parameter_count: number of its weights; of a model on the hub estimated from their bytes.
-    keeps_weights: whether its weights are quantised or already an IR's, and are kept by default.
+    parameter_count: number of its weights; for a model on the hub, estimated from their bytes.
+    keeps_weights: whether its weights are quantised or already an IR's, and so kept by default.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ModelSize:
     keeps_weights: bool
 
     def estimate_exported_bytes(self, weight_format: str) -> float:
-        """Return about how many bytes its export takes."""
+        """Return the approximate size of its export in bytes."""
         if weight_format == KEEP:
             return 1.1 * self.weight_bytes + 20e6
         return self.parameter_count * WEIGHT_FORMATS[weight_format] / 8 + 20e6
@@ -57,10 +57,10 @@ class ModelSize:
 def export_named_model(
     target: str, draft: str | None, output: Path, weight_format: str | None, shown_name: str
 ) -> Manifest:
-    """Export a model, and a draft if one is named, after a line that says what that costs.
+    """Export a model, and a draft if one is named, after a line about the cost.
 
     Args:
-        target, draft: like those of ``export_pair``.
+        target, draft: as in ``export_pair``.
         output: the folder to write.
         weight_format: one of ``WEIGHT_FORMATS`` or "keep"; None to choose it by the model's size and the processor.
         shown_name: the name for the line.
@@ -80,10 +80,10 @@ def export_named_model(
 
 
 def measure_model(name: str) -> ModelSize:
-    """Return the size of a model; of one on the hub, only small files are fetched.
+    """Return the size of a model; on the hub, only small files are fetched.
 
     Raises:
-        OvspecError: the model can't be had or exported.
+        OvspecError: the model is unavailable or can't be exported.
     """
     hub = None if Path(name).exists() else parse_hub_name(name)
     if not hub:
@@ -115,7 +115,7 @@ def measure_local_model(name: str, source: Source) -> ModelSize:
 
 
 def choose_compression(size: ModelSize) -> Compression | None:
-    """Return the format for the weights of a model: None to keep quantised ones, else int8, or int4 for a large model.
+    """Return the format for a model's weights: None to keep quantised weights, else int8, or int4 for a large model.
 
     Without VNNI zero points cost time, so int8 is symmetric there.
     """
@@ -128,7 +128,7 @@ def choose_compression(size: ModelSize) -> Compression | None:
 
 
 def describe_cost(name: str, sizes: Sequence[ModelSize], weight_format: str) -> str:
-    """Return the line before an export: bytes to fetch, space on the disk, and about how long it takes."""
+    """Return the line before an export: bytes to download, space on the disk, and approximate time."""
     fetched_bytes = sum(size.fetched_bytes for size in sizes)
     exported_bytes = sum(size.estimate_exported_bytes(KEEP if size.keeps_weights else weight_format) for size in sizes)
     seconds = fetched_bytes / FETCHED_BYTES_PER_SECOND
@@ -147,9 +147,11 @@ def describe_cost(name: str, sizes: Sequence[ModelSize], weight_format: str) -> 
 
 
 def check_room_for_files(sizes: Sequence[ModelSize]) -> None:
-    """Raise OvspecError unless the hub's cache has room for the files that must be fetched."""
+    """Raise OvspecError unless the hub's cache has room for the files to fetch."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     fetched_bytes = sum(size.fetched_bytes for size in sizes)
     if fetched_bytes:
-        check_disk_space(Path(HF_HUB_CACHE), fetched_bytes, f"fetching {sizes[0].name}", "make room, or set HF_HOME")
+        check_disk_space(
+            Path(HF_HUB_CACHE), fetched_bytes, f"fetching {sizes[0].name}", "free some space, or set HF_HOME"
+        )

@@ -1,4 +1,4 @@
-"""The layouts in which GPTQ, AWQ, compressed-tensors and bitsandbytes store a layer's integers and scales.
+"""The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes for a layer's integers and scales.
 
 Several integers share an int32, the first in its lowest bits. Each function takes a layer's tensors by their names,
 and returns the integers with one row for each output.
@@ -12,13 +12,13 @@ import numpy as np
 
 from ovspec_export.packed_weights import NF4_VALUES, PackedWeights, round_to_f16_if_exact
 
-# The columns that an int32 of AWQ holds, from its lowest bits on.
+# The columns in an int32 of AWQ, from its lowest bits on.
 AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 BITS = (2, 4, 8)  # of integers that don't cross the ends of an int32
 
 
 def unpack_integers(packed: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Return the unsigned integers of ``bits`` that ``packed``, a matrix of int32, holds along an axis, as uint8."""
+    """Return the unsigned integers of ``bits`` bits packed along an axis of ``packed``, a matrix of int32, as uint8."""
     rows, columns = packed.shape
     per_number = 32 // bits
     stored = np.ascontiguousarray(packed).astype("<i4").view(np.uint8).reshape(rows, columns, 4)
@@ -34,10 +34,10 @@ def unpack_integers(packed: np.ndarray, bits: int, axis: int) -> np.ndarray:
 def read_gptq(tensors: dict[str, np.ndarray], bits: int, zero_shift: int) -> PackedWeights:
     """Return the weights of a layer of GPTQ: ``qweight``, ``qzeros``, ``scales`` and perhaps ``g_idx``.
 
-    zero_shift: a zero point is so much more than the stored one, 1 in the usual format; it wraps around.
+    zero_shift: added to a stored zero point, 1 in the usual format; the sum wraps around.
 
     Raises:
-        ValueError: the shapes don't belong together, or groups differ in size.
+        ValueError: the shapes don't fit together, or groups differ in size.
     """
     integers = unpack_integers(tensors["qweight"], bits, axis=0).T
     scales = tensors["scales"].T
@@ -52,7 +52,7 @@ def read_awq(tensors: dict[str, np.ndarray], bits: int) -> PackedWeights:
     """Return the weights of a layer of AWQ, version GEMM: ``qweight``, ``scales`` and perhaps ``qzeros``.
 
     Raises:
-        ValueError: the shapes don't belong together.
+        ValueError: the shapes don't fit together.
     """
     integers = reorder_awq(unpack_integers(tensors["qweight"], bits, axis=1)).T
     scales = tensors["scales"].T
@@ -70,10 +70,10 @@ def reorder_awq(integers: np.ndarray) -> np.ndarray:
 
 
 def read_compressed_tensors(tensors: dict[str, np.ndarray]) -> PackedWeights:
-    """Return the weights of a layer of compressed-tensors, whose integers are packed (four or eight bits) or int8.
+    """Return the weights of a layer of compressed-tensors, with packed integers (four or eight bits) or int8.
 
     Raises:
-        ValueError: the shapes don't belong together, groups differ in size, or integers have other numbers of bits.
+        ValueError: the shapes don't fit together, groups differ in size, or integers have other numbers of bits.
     """
     scales = tensors["weight_scale"]
     if "weight_packed" in tensors:
@@ -112,10 +112,10 @@ def read_bitsandbytes_int8(tensors: dict[str, np.ndarray]) -> PackedWeights:
 def read_bitsandbytes_nf4(tensors: dict[str, np.ndarray]) -> PackedWeights:
     """Return the weights of a layer of bitsandbytes in NF4: ``weight``, two integers a byte, and their blocks' scales.
 
-    The scales may be quantised, too: to 8 bits, places in a map, in blocks that have scales of their own.
+    The scales may be quantised, too: to 8 bits, indices into a map, in blocks with scales of their own.
 
     Raises:
-        ValueError: the values aren't NF4's, the shapes don't belong together, or blocks go beyond the ends of rows.
+        ValueError: the values aren't NF4's, the shapes don't fit together, or blocks cross the ends of rows.
     """
     state = json.loads(tensors["weight.quant_state.bitsandbytes__nf4"].tobytes())
     if not np.array_equal(tensors["weight.quant_map"], NF4_VALUES):
@@ -140,7 +140,7 @@ def find_column_order(group_numbers: np.ndarray | None, column_count: int, group
     group_numbers: the group of each column; None, or all -1, for groups in order.
 
     Raises:
-        ValueError: the groups aren't equally large.
+        ValueError: the groups differ in size.
     """
     if column_count % group_count:
         raise ValueError(f"{column_count} columns in {group_count} groups")
@@ -161,10 +161,10 @@ def make_packed_weights(
     zero_points: np.ndarray,
     column_order: np.ndarray | None = None,
 ) -> PackedWeights:
-    """Return weights of unsigned integers; with signed ones and without zero points if all of these are in the middle.
+    """Return weights of unsigned integers; signed and without zero points if all zero points are in the middle.
 
     Raises:
-        ValueError: the shapes don't belong together.
+        ValueError: the shapes don't fit together.
     """
     rows, columns = integers.shape
     if scales.ndim != 2 or len(scales) != rows or columns % scales.shape[1] or zero_points.shape != scales.shape:

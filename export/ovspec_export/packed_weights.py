@@ -1,6 +1,6 @@
-"""Matrices of integers with scales, and the constants of an OpenVINO graph that hold them as they are.
+"""Matrices of integers with scales, and the constants of an OpenVINO graph that hold them unchanged.
 
-A weight is ``scale * (integer - zero point)``, computed in f32, so that it equals the source's to the bit. OpenVINO
+A weight is ``scale * (integer - zero point)``, computed in f32, so it equals the source's to the bit. OpenVINO
 multiplies by such constants, and looks up their rows, without unpacking them.
 """
 
@@ -13,7 +13,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 INTEGER_RANGES = {"i4": (-8, 7), "u4": (0, 15), "i8": (-128, 127), "u8": (0, 255)}
-# What each integer of OpenVINO's element type nf4 stands for: quantiles of the normal distribution (Dettmers et al.,
+# The value of each integer of OpenVINO's element type nf4: quantiles of the normal distribution (Dettmers et al.,
 # "QLoRA", 2023, appendix E).
 NF4_VALUES = np.array(
     [
@@ -32,11 +32,11 @@ class PackedWeights:
     """A matrix of integers.
 
     integers: one a byte, (rows, columns) int8 or uint8, in the range of ``element_type``, a key of ``INTEGER_RANGES``;
-        of "nf4", places in ``NF4_VALUES``, of which the weights are multiples.
+        for "nf4", indices into ``NF4_VALUES``, and the weights are multiples of its values.
     scales: (rows, groups) float16 or float32; a group is an equal share of a row.
     zero_points: (rows, groups), integers of ``element_type`` or float16; None for none.
     offsets: (rows, groups) float16, added to each weight of the group; None for none.
-    column_order: (columns,), the model's column that each stored column is; None if they have the model's order.
+    column_order: (columns,), the model's column of each stored column; None if they have the model's order.
     is_requantised: the integers aren't the source's own.
     """
 
@@ -55,12 +55,12 @@ class PackedWeights:
 
     @property
     def group_size(self) -> int:
-        """The number of weights that share a scale."""
+        """The number of weights with a shared scale."""
         return self.shape[1] // self.scales.shape[1]
 
     @property
     def form(self) -> str:
-        """What holds a weight, in words."""
+        """The storage of a weight, in words."""
         words = ["quantised anew to"] * self.is_requantised + [self.element_type]
         if self.scales.shape[1] > 1:
             words.append(f"in groups of {self.group_size}")
@@ -106,7 +106,7 @@ def unpack_rows(weights: PackedWeights | np.ndarray, rows: np.ndarray | slice = 
 
 
 def measure_rounding(packed: PackedWeights, exact: PackedWeights) -> float:
-    """Return the error of ``packed``, of the same weights as ``exact``: its root mean square as a share of theirs."""
+    """Return the error of ``packed`` relative to ``exact``: its root mean square, as a share of the weights'."""
     step = max(1, exact.shape[0] // ERROR_SAMPLE_ROWS)
     rows = np.arange(0, exact.shape[0], step)
     exact_weights = exact.take_rows(rows).unpack()
@@ -117,7 +117,7 @@ def measure_rounding(packed: PackedWeights, exact: PackedWeights) -> float:
 
 
 def round_to_f16_if_exact(numbers: np.ndarray) -> np.ndarray:
-    """Return the numbers in f16 if that holds each exactly, else in f32."""
+    """Return the numbers in f16 if all conversions are exact, else in f32."""
     numbers = numbers.astype(np.float32)
     with np.errstate(over="ignore"):
         halves = numbers.astype(np.float16)
@@ -127,7 +127,7 @@ def round_to_f16_if_exact(numbers: np.ndarray) -> np.ndarray:
 def make_weights_node(packed: PackedWeights, expert_count: int | None = None) -> ov.Node:
     """Return the node that makes the weights, (rows, columns) f32, without offsets and in the stored order.
 
-    expert_count: make it (experts, rows, columns), of which the matrix has the rows of each expert in turn.
+    expert_count: make it (experts, rows, columns); the matrix has the rows of one expert after another.
     """
     row_count, columns = packed.shape
     rows = [row_count] if expert_count is None else [expert_count, row_count // expert_count]
@@ -147,7 +147,7 @@ def make_weights_node(packed: PackedWeights, expert_count: int | None = None) ->
 
 
 def make_integer_constant(integers: np.ndarray, shape: list[int], element_type: str) -> ov.Node:
-    """Return a constant of integers, of which two share a byte if they have four bits, the first in its lower half."""
+    """Return a constant of integers; if they have four bits, two share a byte, the first in its lower half."""
     stored = np.ascontiguousarray(integers).reshape(-1).view(np.uint8)
     if element_type in ("i4", "u4", "nf4"):
         if stored.size % 2:

@@ -1,4 +1,4 @@
-"""Changes to optimum and transformers inside the process that exports, as ``families.py`` asks for them."""
+"""Changes to optimum and transformers inside the exporting process, as requested by ``families.py``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ QUANTISED_TENSORS = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
 
 
 def hide_torchvision() -> None:
-    """Make transformers believe that torchvision isn't installed; beside another torch, importing it would fail."""
+    """Make transformers believe that torchvision isn't installed; next to another torch, importing it would fail."""
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def apply_splits_in_turn() -> None:
-    """Make OpenVINO's tokenizers cut a text by one regular expression after the other, not by all of them at once.
+    """Make OpenVINO's tokenizers cut a text by one regular expression after another, not by all of them at once.
 
-    It joins them to alternatives, so that the first no longer decides which text the second gets.
+    OpenVINO joins them into one with alternatives, so the first would no longer decide what the second gets.
     """
     from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
 
@@ -36,10 +36,10 @@ def apply_splits_in_turn() -> None:
 
 
 def match_hugging_face_tokens() -> None:
-    """Make OpenVINO's BPE find the tokens that Hugging Face's finds.
+    """Make OpenVINO's BPE find the same tokens as Hugging Face's.
 
-    It takes a token that no merge makes wherever it stands in a text, such as Gemma's <s>, a normal token; and it
-    misses added tokens such as DeepSeek's "ö", because it takes their text for bytes in the alphabet of byte-level BPE.
+    It finds tokens that no merge makes, such as Gemma's <s>, a normal token, anywhere in a text; and it misses added
+    tokens such as DeepSeek's "ö", because it takes their text for bytes in the alphabet of byte-level BPE.
     """
     from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, create_string_constant_node
 
@@ -57,7 +57,7 @@ def match_hugging_face_tokens() -> None:
             for token, token_id in model["vocab"].items()
             if len(token) > 1 and token not in merged_tokens and not re.fullmatch("<0x[0-9A-F]{2}>", token)
         ]
-        if model.get("ignore_merges"):  # a word that is a token stays whole, whether or not merges make it
+        if model.get("ignore_merges"):  # a word in the vocabulary stays whole, with or without merges
             bpe_step.unmerged = []
         return bpe_step
 
@@ -86,7 +86,7 @@ def match_hugging_face_tokens() -> None:
 
 
 def adapt_optimum(model_type: str) -> JsonObject:
-    """Change optimum as the family needs it; return further arguments for loading the checkpoint."""
+    """Change optimum for the family; return further arguments for loading the checkpoint."""
     from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)
     from optimum.exporters.tasks import TasksManager
 
@@ -103,7 +103,7 @@ def adapt_optimum(model_type: str) -> JsonObject:
 
 
 def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which optimum's changes to the model's experts apply; nothing else of it needs any."""
+    """Return a context in which optimum's changes to the model's experts apply; nothing else needs one."""
     if not any("experts" in name for name, _ in model.named_parameters()):
         return contextlib.nullcontext()
     from optimum.exporters.tasks import TasksManager
@@ -113,7 +113,7 @@ def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContext
 
 
 def refuse_missing_tensors() -> None:
-    """Make ``from_pretrained`` refuse a checkpoint that lacks a tensor, which transformers would fill at random."""
+    """Make ``from_pretrained`` refuse a checkpoint with a missing tensor; transformers would fill it at random."""
     from transformers import PreTrainedModel
 
     original_load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
@@ -129,18 +129,18 @@ def refuse_missing_tensors() -> None:
         if missing_names:
             missing_note = f"{len(missing_names)} in all"
             raise OvspecError(
-                f"the checkpoint lacks the tensor {missing_names[0]}, or has another shape of it ({missing_note})"
+                f"the checkpoint lacks the tensor {missing_names[0]}, or has a wrong shape for it ({missing_note})"
             )
         unread_names = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
         if unread_names:
-            raise OvspecError(f"the checkpoint is quantised in a way that isn't understood ({unread_names[0]})")
+            raise OvspecError(f"the checkpoint's quantisation is not supported ({unread_names[0]})")
         return (model, loading_info) if output_loading_info else model
 
     PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]
 
 
 def shorten_dummy_window() -> None:
-    """Trace Gemma 4 with as many slots in its windows as elsewhere, not with full ones, whose mask is another."""
+    """Trace Gemma 4 with as many slots in its windows as elsewhere; full windows have another mask."""
     from optimum.exporters.openvino.input_generators import Gemma4DummyPastKeyValuesGenerator as Generator
 
     original_generate = Generator.generate
@@ -154,7 +154,7 @@ def shorten_dummy_window() -> None:
 
 
 def pass_position_ids() -> None:
-    """Let Qwen3.5 use the input ``position_ids``, which optimum's forward function for text leaves out."""
+    """Let Qwen3.5 use the input ``position_ids``; optimum's forward function for text leaves it out."""
     from optimum.exporters.openvino.model_patcher import Qwen3_5ModelPatcher as Patcher
 
     original_initialize = Patcher.__init__
@@ -179,14 +179,14 @@ def pass_position_ids() -> None:
 
 
 def scan_mamba_in_a_loop() -> None:
-    """Let Mamba read any number of tokens after any past."""
+    """Make Mamba read any number of tokens after any past."""
     from ovspec_export import mamba
 
     mamba.replace_optimum_mixer()
 
 
 def compress_as_gpt_oss() -> None:
-    """Let optimum find the defaults of gpt-oss for int4, whatever the checkpoint's folder is called."""
+    """Make optimum find the defaults of gpt-oss for int4, whatever the name of the checkpoint's folder."""
     from optimum.intel.openvino import configuration
 
     original_candidates = configuration._get_model_id_candidates

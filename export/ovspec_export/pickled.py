@@ -1,4 +1,4 @@
-"""The tensors of a file that torch.save wrote; nothing else in it is read, and none of it is run."""
+"""The tensors of a file written by torch.save; nothing else in it is read, and none of it is run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file by name; their elements stay on the disk until they are needed.
+    """Return the tensors in a file by name; their elements stay on the disk until used.
 
     Raises:
-        OvspecError: it is damaged, or holds something other than tensors by name.
+        OvspecError: it is damaged, or has content other than named tensors.
     """
     import torch  # deferred, because it takes seconds
 
     try:
         tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
     except Exception as error:  # damaged bytes of a pickle may raise anything
-        reason = "not a file of torch.save, or cut off"
+        reason = "not written by torch.save, or truncated"
         if global_match := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            reason = f"it holds {global_match[1]}"
+            reason = f"it contains {global_match[1]}"
         raise OvspecError(f"{file}: cannot be read ({reason}); save its tensors as model.safetensors.") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise OvspecError(f"{file}: it holds more than tensors by name; save these as model.safetensors.")
+        raise OvspecError(f"{file}: contains more than named tensors; save the tensors as model.safetensors.")
     return tensors

@@ -17,11 +17,11 @@ def evaluate_exports(
 ) -> list[tuple[str, dict[str, float]]]:
     """Compare each model with its checkpoint; return the figures of ``evaluate.py`` with the models' names.
 
-    A draft of first layers is compared with those layers.
+    A draft made from the first layers is compared with these layers.
     """
     quality = []
     for source, folder in zip(sources, folders, strict=False):
-        if isinstance(source, HeadSource):  # says nothing without the target
+        if isinstance(source, HeadSource):  # meaningless without the target
             continue
         checkpoint_description = f"the checkpoint of {format_size(source.size_in_bytes)}"
         with show_step(f"{source.name}: comparing with {checkpoint_description} on {text.name}", keep_line=True):

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantised: which can be exported, and how they are loaded."""
+"""Checkpoints with quantised weights: the supported kinds, and their loading."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ovspec.base.json_types import JsonObject
 from ovspec_export.checkpoint_weights import read_quantisation
 from ovspec_export.kept_weights import QUANTISATION_KEYS, has_kept_weights
 
-# Kinds that transformers itself turns into floats, and the family in which it knows them. It reads others only with
-# packages that need a GPU, or that this project doesn't test (gptqmodel, accelerate, triton, compressed-tensors).
+# Kinds that transformers itself dequantises, and the family in which it knows them. It reads others only with packages
+# that need a GPU, or are untested here (gptqmodel, accelerate, triton, compressed-tensors).
 DEQUANTISED_FAMILIES = {"mxfp4": "gpt_oss"}
 
 
 def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> None:
-    """Raise OvspecError if a checkpoint with this config has quantised weights that can't be read.
+    """Raise OvspecError if a checkpoint with this config has quantised weights of an unsupported kind.
 
-    The text model that is taken out of a checkpoint must not be quantised at all: the outer config may name layers of
-    other parts, and is easily lost.
+    A text model extracted from a checkpoint must not be quantised at all: the outer config may list layers of other
+    parts, and is easily lost.
 
-    can_keep: it is a model, whose weights an export can keep as they are.
+    can_keep: it is a model, so an export can keep its weights as they are.
     """
     quantisation = find_quantisation_config(config)
     if quantisation is None:
@@ -30,7 +30,7 @@ def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> 
     has_parts = isinstance(config.get("text_config"), dict)
     if not has_parts and DEQUANTISED_FAMILIES.get(method) == config.get("model_type"):
         return
-    reason = "as the model is one part among others" if has_parts else "in a head"
+    reason = "in a model with several parts" if has_parts else "in a head"
     if can_keep and not has_parts:
         try:
             read_quantisation(quantisation)
@@ -38,8 +38,8 @@ def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> 
         except ValueError as error:
             reason = str(error)
     raise OvspecError(
-        f"{name}: its weights are quantised ({method}), which can't be exported: {reason}; name the checkpoint that "
-        "isn't, and compress that."
+        f"{name}: quantised weights ({method}) {reason} can't be exported; export the unquantised checkpoint, and "
+        "compress it with `weight_format`."
     )
 
 
@@ -56,7 +56,7 @@ def find_quantisation_config(config: JsonObject) -> JsonObject | None:
 
 
 def has_kept_layout(config: JsonObject) -> bool:
-    """Return whether a checkpoint with this config has weights that an export can keep."""
+    """Return whether an export can keep the weights of a checkpoint with this config."""
     quantisation = find_quantisation_config(config)
     if quantisation is None:
         return False
@@ -72,7 +72,7 @@ def load_checkpoint_model(
 ) -> Any:
     """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum.
 
-    as_exported: kept weights are rounded as an export of this process does.
+    as_exported: round kept weights as in this process's export.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

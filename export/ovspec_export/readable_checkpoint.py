@@ -1,4 +1,4 @@
-"""Makes of a source a checkpoint that optimum can read."""
+"""Turns a source into a checkpoint that optimum can read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ovspec_export.text_part import extract_text_model
 
 
 def ensure_readable_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
-    """Return a source that optimum can read: the same, or a checkpoint that is written into ``folder``."""
+    """Return a source that optimum can read: the same, or a new checkpoint in ``folder``."""
     if isinstance(source, GgufSource):
         if weight_format == KEEP:
             return write_kept_gguf_checkpoint(source, folder)

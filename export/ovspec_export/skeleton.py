@@ -1,4 +1,4 @@
-"""A model without the large weights, its graph, and the quantised weights put into that.
+"""A model without its large weights, its graph, and the quantised weights inserted into the graph.
 
 Each matrix of the model is zeros that take no memory, with a mark by which it is found in the graph.
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECKED_ROWS = 512  # of each matrix
-# Largest difference of kept weights from the source's, root mean square, as a share of theirs: those of 3 bits that
-# become int8 differ by 0.02.
+# Largest difference of kept weights from the source's, root mean square, as a share of the source's: 3-bit weights
+# converted to int8 differ by 0.02.
 MAX_DIFFERENCE = 0.05
 MARK_STEP = 2.0**-20  # a mark is a multiple of this
 
@@ -38,7 +38,7 @@ MARK_STEP = 2.0**-20  # a mark is a multiple of this
 
 
 def make_model_without_data(model_class: type[PreTrainedModel], config: Any, **options: Any) -> PreTrainedModel:
-    """Return a model whose parameters have a shape but no data, and whose buffers are computed as ever."""
+    """Return a model whose parameters have a shape but no data, and whose buffers are computed as usual."""
     import torch
 
     original_register = torch.nn.Module.register_parameter
@@ -56,9 +56,9 @@ def make_model_without_data(model_class: type[PreTrainedModel], config: Any, **o
 
 
 def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dict[str, float]:
-    """Give the parameters of a model without data the values of the source, and the kept matrices marked zeros.
+    """Fill the parameters of a model without data with the source's values, and kept matrices with marked zeros.
 
-    Experts get another width, ``SKELETON_WIDTH``, as a graph has their zeros in memory.
+    Experts get another width, ``SKELETON_WIDTH``, because a graph holds their zeros in memory.
 
     Returns the mark of each matrix.
 
@@ -91,19 +91,19 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
     missing_names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing_names:
         raise OvspecError(f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all).")
-    # A matrix that is tied to another is that.
+    # A matrix tied to another is the same matrix.
     tied_names = matrices.keys() - {name for name, _ in model.named_parameters()}
     return {name: mark for name, mark in marks.items() if name not in tied_names}
 
 
 def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
-    """Return a matrix whose first row begins with the mark twice, so that it is found even if it is transposed.
+    """Return a matrix with the mark twice at the start of its first row, to be found even if it is transposed.
 
-    Of experts, each has such a row. The system gives it memory only where it is written; numpy.zeros may write all.
+    Each expert has such a row. The system allocates memory only on writing; numpy.zeros may write all.
     """
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, 4 * math.prod(shape), **private)
-    with contextlib.suppress(AttributeError, OSError):  # not on every system
+    with contextlib.suppress(AttributeError, OSError):  # unavailable on some systems
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     values = np.frombuffer(memory, np.float32).reshape(shape)
     values[..., 0, :2] = mark
@@ -111,26 +111,26 @@ def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
 
 
 def read_rounded_values(kept: KeptWeights, product_only: frozenset[str], name: str) -> np.ndarray:
-    """Return the values of a parameter as the IR has them, which are near those of the source.
+    """Return the values of a parameter as in the IR, close to the source's.
 
     product_only: as in ``GraphFiller``.
 
     Raises:
-        OvspecError: they aren't near.
+        OvspecError: they aren't close.
     """
     values = kept.read_values(name)
     step = max(1, math.prod(values.shape[:-1]) // CHECKED_ROWS)
     sample = values.reshape(-1, values.shape[-1])[::step].copy()
-    del values  # so that only one matrix is in memory
+    del values  # to keep only one matrix in memory
     rounded_values = kept.read_kept_values(name, name in product_only)
     difference = rounded_values.reshape(-1, sample.shape[1])[::step] - sample
     if np.sqrt(np.mean(np.square(difference))) > MAX_DIFFERENCE * np.sqrt(np.mean(np.square(sample))):
-        raise OvspecError(f"the IR has other weights than the source in {name}")
+        raise OvspecError(f"the IR's weights differ from the source's in {name}")
     return rounded_values
 
 
 def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
-    """Yield each parameter's whole name, its module and its name in that."""
+    """Yield each parameter's full name, its module and its name in the module."""
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -140,7 +140,7 @@ def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
 def read_matrices_when_used(
     model: PreTrainedModel, read_values: Callable[[str], np.ndarray], kept: KeptWeights
 ) -> None:
-    """Let each module of a skeleton read its matrices when it is computed, and drop them afterwards.
+    """Make each module of a skeleton read its matrices when it is computed, and drop them afterwards.
 
     read_values: returns the values of a parameter of ``kept``, by name.
     """
@@ -157,14 +157,14 @@ def read_matrices_when_used(
 def set_values(
     read_values: Callable[[str], np.ndarray], name: str, parameter_name: str, module: Module, *_: Any
 ) -> None:
-    """Give a module's parameter the values that are read. The other arguments are those of torch's hooks."""
+    """Set a module's parameter to its values. The other arguments are for torch's hooks."""
     import torch
 
     getattr(module, parameter_name).data = torch.from_numpy(read_values(name))
 
 
 def drop_values(parameter_name: str, placeholder: Tensor, module: Module, *_: Any) -> None:
-    """Give a module's parameter its placeholder again. The other arguments are those of torch's hooks."""
+    """Set a module's parameter to its placeholder again. The other arguments are for torch's hooks."""
     getattr(module, parameter_name).data = placeholder
 
 
@@ -175,7 +175,7 @@ def drop_values(parameter_name: str, placeholder: Tensor, module: Module, *_: An
 class GraphFiller:
     """Puts quantised weights into a graph in place of marked matrices.
 
-    product_only: the names of the matrices that only plain products read, and whose groups may have offsets.
+    product_only: the names of the matrices used only in plain products, whose groups may have offsets.
     """
 
     model: ov.Model
@@ -188,14 +188,13 @@ class GraphFiller:
         """Replace every marked matrix.
 
         Raises:
-            OvspecError: one isn't found, or it is used in a way that isn't known.
+            OvspecError: a matrix isn't found, or is used in an unknown way.
         """
         matrices = self.kept.list_matrices()
         constants = self._find_constants(marks)
         if missing_names := sorted(marks.keys() - constants.keys()):
             raise OvspecError(
-                f"its weights can't be kept, as {missing_names[0]} isn't a matrix of its own in the IR; "
-                "name a weight format with `weight_format`"
+                f"its weights can't be kept: {missing_names[0]} is not a separate matrix in the IR; set `weight_format`"
             )
         for name, nodes in constants.items():
             weights = self.kept.read_matrix(name, name in self.product_only)
@@ -234,7 +233,7 @@ class GraphFiller:
         name: str,
         is_transposed: bool,
     ) -> None:
-        """Let the operation at ``port`` read ``weights_node`` in place of a marked matrix."""
+        """Connect ``weights_node`` to the operation at ``port`` in place of a marked matrix."""
         consumer = port.get_node()
         attributes = consumer.get_attributes()
         is_product = consumer.get_type_name() == "MatMul" and port.get_index() == 1 and not attributes["transpose_a"]
@@ -242,9 +241,9 @@ class GraphFiller:
         is_plain = not isinstance(weights, PackedWeights) or (weights.column_order is None and weights.offsets is None)
         is_stack = len(weights_node.get_output_shape(0)) > 2
         if (not is_plain and not takes_rows) or (is_stack and (is_transposed or not takes_rows)):
-            raise OvspecError(f"its weights can't be kept, as {name} is used by {consumer.get_type_name()}")
+            raise OvspecError(f"its weights can't be kept: {name} is used by {consumer.get_type_name()}")
         if is_plain and not (takes_rows and is_transposed):
-            # Without a new product: the values of experts don't have their true width before all are replaced.
+            # Without a new product: the values of experts get their true width only once all are replaced.
             if is_transposed:
                 weights_node = ops.transpose(weights_node, np.array([1, 0]))
             port.replace_source_output(weights_node.output(0))
@@ -259,7 +258,7 @@ class GraphFiller:
 
 
 def get_first_matrix(constant: ov.Node) -> np.ndarray:
-    """Return the values of a constant; of a stack of matrices, those of the first."""
+    """Return the values of a constant; for a stack of matrices, of the first."""
     values: np.ndarray = constant.data  # type: ignore[attr-defined]
     return values[0] if values.ndim == 3 and len(values) else values
 
@@ -276,7 +275,7 @@ def make_product(
     """Return the product of values, (..., columns), with the rows of ``weights``.
 
     weights_node: what ``make_weights_node`` returned for them, if it is there already.
-    changed_values: values that are reordered or summed for other products, to which more may be added.
+    changed_values: values reordered or summed for other products; more may be added.
     """
     changed_values = {} if changed_values is None else changed_values
     weights_node = weights_node or make_weights_node(weights)
@@ -313,7 +312,7 @@ def reorder_values(
 
 
 def make_float_node(values: np.ndarray, expert_count: int | None = None) -> ov.Node:
-    """Return a node in f32 of a matrix that is stored in f16, in bf16 as uint16, or in f32.
+    """Return a node in f32 of a matrix stored in f16, in bf16 as uint16, or in f32.
 
     expert_count: see ``make_weights_node``.
     """

@@ -1,4 +1,4 @@
-"""Find the model that a name refers to: in a folder or GGUF file, or on the Hugging Face hub."""
+"""Find a model by name: in a folder or GGUF file, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ovspec_export.sources import (
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
-    """Return the model that ``name`` refers to: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
+    """Return the model named ``name``: a folder, a GGUF file, or a hub id, downloaded into the hub's cache.
 
     A hub id may end in ``@`` and a commit, tag or branch, and in ``:`` and the quantisation of a GGUF file.
 
@@ -58,7 +58,7 @@ def download_model(hub: HubName, name: str, trust_remote_code: bool) -> Source:
     """Download a hub model, or find it in the hub's cache.
 
     Raises:
-        OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
+        OvspecError: it is unavailable, or its config rules out an export; then no weights are downloaded.
     """
     source = download_config(hub, name, trust_remote_code)
     folder = source.path
@@ -71,15 +71,15 @@ def download_model(hub: HubName, name: str, trust_remote_code: bool) -> Source:
 
 
 def download_config(hub: HubName, name: str, trust_remote_code: bool) -> Source:
-    """Download the small files of a hub model that show whether it can be exported.
+    """Download a hub model's small files, enough to see whether it can be exported.
 
     Raises:
-        OvspecError: it can't be had or exported.
+        OvspecError: it is unavailable or can't be exported.
     """
     folder = download_snapshot(
         name, hub.repository, hub.revision, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN
     )
-    source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
+    source = make_source(folder, name, folder.name)  # the snapshot's folder is named after its commit
     if not (folder / "config.json").is_file():
         repository = read_repository(name, hub)
         if any(path.endswith(".gguf") for path in repository.sizes):
@@ -94,7 +94,7 @@ def download_gguf_file(hub: HubName, name: str) -> GgufSource:
     """Download a GGUF file from a repository on the hub, with all its shards, or find it in the hub's cache.
 
     Raises:
-        OvspecError: it can't be had or read.
+        OvspecError: it is unavailable or unreadable.
     """
     repository = read_repository(name, hub)
     files = choose_gguf_files(name, hub, repository)
@@ -103,7 +103,7 @@ def download_gguf_file(hub: HubName, name: str) -> GgufSource:
 
 
 def make_gguf_source(path: Path, name: str, revision: str) -> GgufSource:
-    """Return the model in a GGUF file; raises OvspecError if it can't be read or exported."""
+    """Return the model in a GGUF file; raises OvspecError if it is unreadable or can't be exported."""
     source = GgufSource(name, path, False, revision, read_gguf_headers(path))
     _ = source.family
     return source

@@ -1,4 +1,4 @@
-"""Where a model comes from: a checkpoint or an IR, in a folder or on the Hugging Face hub, or a GGUF file."""
+"""The sources of models: a checkpoint or an IR, in a folder or on the Hugging Face hub, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -45,36 +45,36 @@ from ovspec_export.pickled import read_pickled_tensors
 from ovspec_export.quantised import check_quantisation, has_kept_layout
 
 FLOAT_TYPES = {"F32", "F16", "BF16"}  # of tensors in safetensors files
-# Every file that an export reads. Pickled weights are not among them, because loading them could run code.
+# All files used in an export. Pickled weights are not among them, because loading them could run code.
 EXPORT_PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE_PATTERNS = ["*.py"]
-# Of heads alone, of which only tensors are read.
+# For heads only, and only their tensors are read.
 PICKLED_PATTERNS = ["pytorch_model*.bin", "pytorch_model*.json"]
 ADAPTER_FILE = "adapter_config.json"
-# Small files that show whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
+# Small files for deciding on the rest of a download. A graph without weights in its folder belongs to an IR.
 CONFIG_PATTERNS = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER_FILE, MODEL_FILE]
 TEMPLATE_PATTERNS = [f"{TEMPLATES_FOLDER}/*.jinja"]
-# What is left out. The hub's ``*`` matches slashes, too, so that ``*.json`` alone would take other folders' files.
+# Excluded files. The hub's ``*`` matches slashes, too, so ``*.json`` alone would match other folders' files.
 SUBFOLDER_PATTERN, DEEPER_SUBFOLDER_PATTERN = "*/*", "*/*/*"
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
-TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # ends of the names of files beside the weights
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # in transformers' order of preference
+TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # ends of the names of files next to the weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER_FILES += ("sentencepiece.bpe.model",)
 
-# Prefixes of tensors that the text model doesn't need: of images, sound, and heads that predict further tokens.
+# Prefixes of tensors that the text model doesn't need: of images, sound, and heads for further tokens.
 NON_TEXT_TENSORS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
 )
-# Entries of a config, beside those of the text model, that belong to other parts.
+# Entries of a config that belong to parts other than the text model.
 NON_TEXT_ENTRIES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
 
-# Numbers that families name differently in their config.
+# Numbers whose names in configs differ by family.
 CONFIG_NUMBERS = {"layers": LAYER_KEYS, "hidden": ("hidden_size", "n_embd", "d_model"), "vocab": ("vocab_size",)}
 
 
 @dataclass(frozen=True)
 class WeightIndex:
-    """The part of ``model.safetensors.index.json`` that says which file holds a tensor."""
+    """The part of ``model.safetensors.index.json`` that says which file has each tensor."""
 
     weight_map: dict[str, str] = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class Source:
     """A model on the local disk.
 
     name: its name in the manifest: the hub id or the folder's name.
-    revision: the hub's commit, or a checksum that changes with the files of a folder.
+    revision: the hub's commit, or a checksum of a folder's files.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Source:
         return {name: tensor for name, tensor in headers.items() if name != "__metadata__"}
 
     def tensor_shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of a checkpoint's tensors, without those of parts that are left out."""
+        """Return the shapes of a checkpoint's tensors, without the parts that are left out."""
         headers = self.tensor_headers().items()
         return {name: tensor["shape"] for name, tensor in headers if not NON_TEXT_TENSORS.match(name)}
 
@@ -110,7 +110,7 @@ class Source:
 
     @functools.cached_property
     def text_config(self) -> JsonObject | None:
-        """The config of a text model that is one among others, such as one for images; None if it is alone.
+        """The config of a text model among other parts, such as a model for images; None if it is alone.
 
         Older checkpoints of Qwen have one list for all.
         """
@@ -124,7 +124,7 @@ class Source:
         return text_config if isinstance(text_config, dict) else None
 
     def get_config_number(self, name: str) -> int | None:
-        """Return a number of ``CONFIG_NUMBERS`` for the text model, or None if the config doesn't say."""
+        """Return a number of ``CONFIG_NUMBERS`` for the text model, or None if it is missing in the config."""
         config = self.text_config or self.config.get("text_config") or self.config
         if self.text_only_family:
             config = self.text_only_family.config_defaults | config
@@ -132,12 +132,12 @@ class Source:
 
     @property
     def has_non_text_parts(self) -> bool:
-        """Whether its text model is one among others."""
+        """Whether its text model is one part among others."""
         return self.text_config is not None
 
     @property
     def text_only_family(self) -> TextOnlyFamily | None:
-        """The family that its text model equals, if it has another one's name."""
+        """The family equal to its text model, if it has another name."""
         return TEXT_ONLY_FAMILIES.get(str((self.text_config or {}).get("model_type")))
 
     @property
@@ -150,12 +150,12 @@ class Source:
 
     @property
     def family(self) -> Family:
-        """The way in which its family is exported; raises OvspecError if it can't be."""
+        """How its family is exported; raises OvspecError if it can't be."""
         outer_family = self.config.get("model_type")
         if self.has_non_text_parts and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer_family), ()):
             raise OvspecError(
-                f"{self.name}: holds a text model among others, but ovspec cannot take it out of the family "
-                f"{outer_family}; that works with {', '.join(TEXT_MODEL_CLASSES)}."
+                f"{self.name}: the text model of the family {outer_family} can't be extracted; only "
+                f"{', '.join(TEXT_MODEL_CLASSES)} are supported."
             )
         return find_family(self.model_type, self.name)
 
@@ -169,13 +169,13 @@ class Source:
         return sum(math.prod(shape) * (1 + name.endswith("_blocks")) for name, shape in self.tensor_shapes().items())
 
     def weight_widths(self) -> dict[str, int]:
-        """Return the number of weights that are multiplied with one vector, by layer, for layers of the usual names."""
+        """Return the number of weights multiplied with one vector, by layer, for layers of the usual names."""
         shapes = self.tensor_shapes().items()
         return {name: shape[-1] for name, shape in shapes if name.endswith("proj.weight") and len(shape) == 2}
 
     @property
     def is_quantised(self) -> bool:
-        """Whether its weights are integers with scales, which an export can keep."""
+        """Whether its weights are integers with scales, so an export can keep them."""
         return not self.is_ir and has_kept_layout(self.config)
 
     @property
@@ -196,17 +196,17 @@ class GgufSource(Source):
 
     @functools.cached_property
     def config(self) -> JsonObject:
-        """The config.json of the checkpoint that the file was made from."""
+        """The config.json of the file's original checkpoint."""
         return build_config(self.gguf_headers)
 
     def weight_widths(self) -> dict[str, int]:
-        """Return the number of weights that are multiplied with one vector, by layer."""
+        """Return the number of weights multiplied with one vector, by layer."""
         shapes = self.tensor_shapes().items()
         return {name: shape[-1] for name, shape in shapes if name.startswith("blk.") and len(shape) > 1}
 
     @property
     def is_quantised(self) -> bool:
-        """Whether its weights are integers with scales, which an export can keep."""
+        """Whether its weights are integers with scales, so an export can keep them."""
         return any(info.is_quantised for info in self.gguf_headers.tensors.values())
 
     @property
@@ -217,7 +217,7 @@ class GgufSource(Source):
 
 @dataclass(frozen=True)
 class HeadSource(Source):
-    """An EAGLE-3 head, which drafts from the hidden states of the target that it was trained for."""
+    """An EAGLE-3 head, which drafts from its target's hidden states."""
 
     @functools.cached_property
     def layout(self) -> HeadLayout:
@@ -226,12 +226,12 @@ class HeadSource(Source):
 
     @functools.cached_property
     def text_config(self) -> JsonObject | None:
-        """None: it is never one among others."""
+        """None: it is never a part among others."""
         return None
 
     @property
     def is_quantised(self) -> bool:
-        """False: its weights aren't kept as they are."""
+        """False: its weights aren't kept unchanged."""
         return False
 
     @property
@@ -241,7 +241,7 @@ class HeadSource(Source):
 
     @property
     def family(self) -> Family:
-        """How it is exported: as this package does it."""
+        """How to export it: with this package."""
         return Family()
 
     def pickled_files(self) -> list[Path]:
@@ -260,7 +260,7 @@ class HeadSource(Source):
         for file in self.pickled_files():
             for stored_name, tensor in read_pickled_tensors(file).items():
                 if map_to_eagle_head_name(stored_name) == name and tensor.is_floating_point():
-                    raise OvspecError(f"{file}: its {name} holds no integers ({tensor.dtype}).")
+                    raise OvspecError(f"{file}: its tensor {name} must be of integers, not {tensor.dtype}.")
                 if map_to_eagle_head_name(stored_name) == name:
                     return tensor.numpy()
         for file in self.path.glob("model*.safetensors"):
@@ -271,7 +271,7 @@ class HeadSource(Source):
         return None
 
     def weight_widths(self) -> dict[str, int]:
-        """Return the number of weights that are multiplied with one vector, by layer."""
+        """Return the number of weights multiplied with one vector, by layer."""
         shapes = self.tensor_shapes().items()
         fusion_widths = {name: shape[1] for name, shape in shapes if map_to_eagle_head_name(name) == "fc.weight"}
         return super().weight_widths() | fusion_widths
@@ -279,7 +279,7 @@ class HeadSource(Source):
 
 @dataclass(frozen=True)
 class MtpSource(HeadSource):
-    """The MTP layers in a checkpoint: beside its model, or alone."""
+    """The MTP layers in a checkpoint: together with its model, or alone."""
 
     @functools.cached_property
     def layers(self) -> list[dict[str, str]]:
@@ -302,7 +302,7 @@ class MtpSource(HeadSource):
 
     @property
     def family(self) -> Family:
-        """How its target is exported."""
+        """How to export its target."""
         return find_family(self.model_type, self.name)
 
     @property
@@ -313,7 +313,7 @@ class MtpSource(HeadSource):
 
 
 def find_own_mtp_layer(target: Source) -> MtpSource | None:
-    """Return the MTP layer that a checkpoint brings along; None if it has none, or one with quantised weights."""
+    """Return the MTP layer of a checkpoint; None if it has none, or one with quantised weights."""
     if target.is_ir or isinstance(target, (GgufSource, HeadSource)):
         return None
     mtp_layer = MtpSource(f"{target.name}, MTP layer", target.path, False, target.revision)
@@ -322,11 +322,11 @@ def find_own_mtp_layer(target: Source) -> MtpSource | None:
 
 
 def check_can_be_unpacked(source: Source) -> None:
-    """Raise OvspecError if a source has quantised weights that are only exported as they are."""
+    """Raise OvspecError if a source has quantised weights that can only be exported as they are."""
     if source.is_quantised and not isinstance(source, GgufSource):
         raise OvspecError(
-            f"{source.name}: its weights are quantised, and are only exported as they are; export it without options "
-            "for its weights, or name the checkpoint that isn't quantised."
+            f"{source.name}: its weights are already quantised; leave out the weight options, or export the "
+            "unquantised checkpoint."
         )
 
 
@@ -342,7 +342,7 @@ def make_source(folder: Path, name: str, revision: str) -> Source:
 
 
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
-    """Raise OvspecError if the folder holds no model that can be exported."""
+    """Raise OvspecError if the folder has no model that can be exported."""
     folder = source.path
     check_source_config(source, name)
     if source.is_ir:
@@ -352,7 +352,7 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
         return
     if not any(
         (folder / weight_file).is_file() for weight_file in WEIGHT_FILES
-    ):  # or transformers would look for pickled ones
+    ):  # or transformers would look for pickled files
         raise OvspecError(
             f"{name}: no {' and no '.join(WEIGHT_FILES)} in it, and other formats are not loaded because they can run "
             "code; save the model with save_pretrained(..., safe_serialization=True) first."
@@ -361,11 +361,13 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
         read_safetensors_header(file)
     if not any((folder / tokenizer_file).is_file() for tokenizer_file in TOKENIZER_FILES) and not trust_remote_code:
         raise OvspecError(
-            f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add one of them."
+            f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add a tokenizer file."
         )
     shards = set(read_dataclass(WeightIndex, folder / WEIGHT_FILES[1]).weight_map.values())
     if pickled_shard := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
-        raise OvspecError(f"{name}: {WEIGHT_FILES[1]} names {pickled_shard}, which is not a safetensors file.")
+        raise OvspecError(
+            f"{name}: {WEIGHT_FILES[1]} lists {pickled_shard}, not a safetensors file; download the model again."
+        )
     check_shards(folder, WEIGHT_FILES[1], name)
     check_trusted_code(source, name, trust_remote_code)
 
@@ -395,13 +397,15 @@ def check_shards(folder: Path, index_file: str, name: str) -> None:
 
 
 def check_source_config(source: Source, name: str) -> None:
-    """Raise OvspecError if a model of this kind can't be exported; its weights need not be there yet."""
+    """Raise OvspecError if a model of this kind can't be exported; its weights need not exist yet."""
     if not (source.path / "config.json").is_file():
-        raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
+        raise OvspecError(f"{name}: no config.json in it; give a folder with a Hugging Face checkpoint.")
     if source.is_ir:
         return
     if (source.path / ADAPTER_FILE).is_file():
-        raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
+        raise OvspecError(
+            f"{name}: an adapter; merge it into its model (merge_and_unload), and export the merged model."
+        )
     check_quantisation(source.config, name, can_keep=not isinstance(source, HeadSource))
     if isinstance(source, HeadSource) and not isinstance(source, MtpSource):
         check_head_supported(flatten_head_config(source.config), {}, name)
@@ -411,18 +415,18 @@ def check_source_config(source: Source, name: str) -> None:
 
 
 def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> None:
-    """Raise OvspecError if the model needs Python code that isn't trusted, or that lies elsewhere."""
+    """Raise OvspecError if the model needs untrusted Python code, or code from elsewhere."""
     for config_file in ("config.json", TOKENIZER_CONFIG_FILE):
         code_classes = str(read_json(source.path / config_file).get("auto_map", ""))
         if code_classes and not trust_remote_code:
             raise OvspecError(
-                f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and run "
-                "'ovspec export --trust-remote-code' if you trust it."
+                f"{name}: the model contains Python code; read it (revision {source.revision}), and run 'ovspec "
+                "export --trust-remote-code' if you trust it."
             )
         if "--" in code_classes:
             raise OvspecError(
-                f"{name}: {config_file} takes its code from another repository, which could change at any time; copy "
-                "the code into the model's folder, and name that."
+                f"{name}: {config_file} loads code from another repository, where it could change at any time; copy "
+                "the code into the model's folder, and export the folder."
             )
 
 
@@ -430,7 +434,7 @@ def read_safetensors_header(file: Path) -> JsonObject:
     """Return a safetensors file's header: the names, types and shapes of its tensors.
 
     Raises:
-        OvspecError: it is not a safetensors file, or it is cut off.
+        OvspecError: it is not a safetensors file, or is truncated.
     """
     file_bytes = file.stat().st_size
     try:
@@ -446,20 +450,20 @@ def read_safetensors_header(file: Path) -> JsonObject:
         raise OvspecError(f"{file}: not a safetensors file; download the model again.") from None
     if file_bytes < 8 + header_length + data_end:
         raise OvspecError(
-            f"{file}: cut off ({file_bytes} of {8 + header_length + data_end} bytes); download the model again."
+            f"{file}: truncated ({file_bytes} of {8 + header_length + data_end} bytes); download the model again."
         )
     return header
 
 
 def copy_missing_files(checkpoint: Path, folder: Path) -> None:
-    """Copy to ``folder`` the files of a checkpoint beside its weights, such as its tokenizer, that aren't there."""
+    """Copy a checkpoint's files except its weights, such as its tokenizer, to ``folder`` if missing there."""
     copy_model_files(
         checkpoint, folder, lambda file: file.suffix in (*TEXT_SUFFIXES, ".py") and not file.name.startswith("model")
     )
 
 
 def copy_model_files(model_folder: Path, folder: Path, should_copy: Callable[[Path], bool]) -> None:
-    """Copy to ``folder`` the chosen files of a model, and its further chat templates, where they aren't there."""
+    """Copy the chosen files of a model, and its further chat templates, to ``folder`` if missing there."""
     for file in [*filter(should_copy, model_folder.iterdir()), *model_folder.glob(f"{TEMPLATES_FOLDER}/*.jinja")]:
         copied_file = folder / file.relative_to(model_folder)
         if file.is_file() and not copied_file.exists():
@@ -468,5 +472,5 @@ def copy_model_files(model_folder: Path, folder: Path, should_copy: Callable[[Pa
 
 
 def holds_only_ir(folder: Path) -> bool:
-    """Return whether the model is only an IR; one beside a checkpoint was made by somebody else, with other options."""
+    """Return whether the model is only an IR; an IR next to a checkpoint was exported by others, with other options."""
     return (folder / MODEL_FILE).is_file() and not list(folder.glob("model*.safetensors"))

@@ -1,4 +1,4 @@
-"""The text model inside a checkpoint that also sees or hears: its config and its tensors, as a checkpoint of its own.
+"""The text model in a checkpoint with image or audio input: its config and tensors, as a separate checkpoint.
 
 Only the names and the headers of the safetensors files change; the weights are copied as they are.
 """
@@ -18,9 +18,9 @@ from ovspec.base.progress import format_size, show_step
 from ovspec_export.families import TEXT_MODEL_CLASSES
 from ovspec_export.sources import NON_TEXT_TENSORS, TEXT_SUFFIXES, Source, copy_model_files, read_safetensors_header
 
-# Prefixes of the text model's tensor names, in the order in which they are tried, and the new prefixes.
+# Prefixes of the text model's tensor names, in the order to try them, and the new prefixes.
 TEXT_TENSOR_PREFIXES = {
-    "model.language_model.model.": "model.",  # transformers 5.5 writes Gemma 3 so
+    "model.language_model.model.": "model.",  # transformers 5.5's names in Gemma 3
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -29,17 +29,17 @@ TEXT_TENSOR_PREFIXES = {
     # Qwen 2 VL and 2.5 VL have no prefix.
     **{f"model.{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
 }
-# Entries that a text model's config takes from the outer one, if it has none itself.
+# Entries a text model's config inherits from the outer config.
 SHARED_ENTRIES = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
 NON_TEXT_FILES = re.compile("^model|processor")  # in names of files about weights, or about images and sound
-CHUNK_BYTES = 1 << 24  # bytes that are copied at a time
+CHUNK_BYTES = 1 << 24  # bytes to copy at a time
 
 
 def extract_text_model(source: Source, folder: Path) -> Source:
     """Write the text model of ``source`` into ``folder`` and return it as a source.
 
     Raises:
-        OvspecError: a tensor belongs neither to it nor to a part that is left out.
+        OvspecError: a tensor belongs neither to the text model nor to a part left out.
     """
     with show_step(f"{source.name}: taking the text model out of it", keep_line=True) as taking:
         folder.mkdir(parents=True)
@@ -66,7 +66,7 @@ def extract_text_model(source: Source, folder: Path) -> Source:
 
 
 def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
-    """Return the config of the text model, which has tensors of these names."""
+    """Return the config of the text model, for tensors of these names."""
     outer_config = source.config
     text_config = source.text_config or {}
     model_class = TEXT_MODEL_CLASSES[outer_config["model_type"]][source.model_type]
@@ -84,14 +84,14 @@ def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
         for entries in (outer_config, text_config)
         if entries.get(tied_embeddings_key) is not None
     ]
-    if tied_entries:  # transformers 5 reads the outer config's, transformers 4 the inner one's
+    if tied_entries:  # transformers 5 reads the outer config's entry, transformers 4 the inner config's
         config[tied_embeddings_key] = True in tied_entries if "lm_head.weight" not in tensor_names else tied_entries[0]
     return config
 
 
 def merge_rope_config(config: JsonObject) -> JsonObject:
     """Return the config of a text model with one rotary embedding instead of three, which are the same for text."""
-    rope_configs = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first one counts
+    rope_configs = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first counts
     rope_config: JsonObject = next((rope for rope in rope_configs if rope and isinstance(rope, dict)), {})
     rope_scaling = {name: entry for name, entry in rope_config.items() if not name.startswith("mrope_")}
     merged_config = {name: entry for name, entry in config.items() if name not in ("rope_scaling", "rope_parameters")}
@@ -102,10 +102,10 @@ def merge_rope_config(config: JsonObject) -> JsonObject:
 
 
 def map_text_tensors(source: Source) -> dict[str, str]:
-    """Return the text model's tensors by name, with the names that they have in a model of its own.
+    """Return the text model's tensors by name, with their names in a separate text model.
 
     Raises:
-        OvspecError: some tensor is neither one of them nor belongs to a part that is left out.
+        OvspecError: a tensor belongs neither to the text model nor to a part left out.
     """
     new_names = {}
     for name in source.tensor_headers():
@@ -115,12 +115,12 @@ def map_text_tensors(source: Source) -> dict[str, str]:
         elif not NON_TEXT_TENSORS.match(name):
             raise OvspecError(f"{source.name}: cannot tell whether its tensor {name} belongs to the text model.")
     if len(set(new_names.values())) < len(new_names) or not new_names:
-        raise OvspecError(f"{source.name}: its tensors cannot be told apart as those of a text model.")
+        raise OvspecError(f"{source.name}: the text model's tensors can't be identified.")
     return new_names
 
 
 def copy_tensors(file: Path, new_names: dict[str, str], output: Path) -> int:
-    """Copy the tensors in ``new_names`` of a safetensors file to ``output``, renamed so; return their size in bytes."""
+    """Copy the tensors in ``new_names`` of a safetensors file to ``output``, renamed; return their size in bytes."""
     header = read_safetensors_header(file)
     byte_ranges = []
     copied_bytes = 0
@@ -145,6 +145,6 @@ def copy_bytes(original: BinaryIO, copy: BinaryIO, byte_count: int) -> None:
     while byte_count:
         chunk = original.read(min(byte_count, CHUNK_BYTES))
         if not chunk:
-            raise OvspecError(f"{original.name}: became shorter while it was read; download the model again.")
+            raise OvspecError(f"{original.name}: truncated while it was read; download the model again.")
         copy.write(chunk)
         byte_count -= len(chunk)

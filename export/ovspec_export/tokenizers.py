@@ -1,4 +1,4 @@
-"""The Hugging Face tokenizer of a model, and whether OpenVINO's or a draft's agrees with it."""
+"""The Hugging Face tokenizer of a model, and its agreement with OpenVINO's or a draft's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer, or build that of a GGUF file.
+    """Load a checkpoint's tokenizer, or build a GGUF file's.
 
     Raises:
-        OvspecError: it has none, or a broken one.
+        OvspecError: it is missing or broken.
     """
     if isinstance(source, GgufSource):
         return build_gguf_tokenizer(source.gguf_headers.metadata, source.name)
@@ -38,14 +38,14 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
 
 
 def read_source_templates(source: Source) -> dict[str, str]:
-    """Return the chat templates of a source by their names."""
+    """Return the chat templates of a source by name."""
     if isinstance(source, GgufSource):
         return read_gguf_templates(source.gguf_headers.metadata, source.name)
     return read_chat_templates(source.path)
 
 
 def replace_chat_template(template: str, folder: Path) -> None:
-    """Make a template the only one of the exported model in ``folder``."""
+    """Make a template the only template of the exported model in ``folder``."""
     tokenizer = Tokenizer(folder)
     bos_text = "".join(map(tokenizer.token_text, tokenizer.prefix_ids))
     bos_literal = json.dumps(bos_text, ensure_ascii=False)
@@ -55,18 +55,18 @@ def replace_chat_template(template: str, folder: Path) -> None:
 
 
 def find_differing_texts(reference_tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
-    """Return the ``SAMPLE_TEXTS`` that the tokenizer in ``folder`` encodes differently from the reference."""
+    """Return the ``SAMPLE_TEXTS`` encoded differently by the tokenizer in ``folder`` and the reference."""
     tokenizer = Tokenizer(folder)
     return [text for text in SAMPLE_TEXTS if tokenizer.encode(text).tolist() != reference_tokenizer(text)["input_ids"]]
 
 
 def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bool) -> None:
-    """Raise OvspecError if the vocabularies are not the same, id by id."""
+    """Raise OvspecError unless the vocabularies are the same, id by id."""
     if target.is_ir and draft.is_ir:
         check_same_vocabulary(target.path, draft.path)
         return
     if draft.is_ir and not (draft.path / TOKENIZER_FILE).is_file():
-        return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
+        return  # compared after conversion, when the target has an OpenVINO tokenizer
     vocabularies = [load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)]
     difference = describe_id_differences(
         *({i: token for token, i in vocabulary.items()} for vocabulary in vocabularies)

@@ -1,4 +1,4 @@
-"""Jobs that need torch, run in a process of their own: they are noisy and large, and can be ended at once.
+"""Jobs with torch, run in a separate process: they are noisy and large, and can be ended at once.
 
     python -m ovspec_export.worker JOB JSON-ARGUMENTS
 
@@ -43,11 +43,11 @@ def export_with_optimum(
     tap_layers: list[int] | None = None,
     states_file: str = "",
 ) -> None:
-    """Run 'optimum-cli export openvino', changed as the family needs it, and compare the IR with ``source``.
+    """Run 'optimum-cli export openvino', patched for the family, and compare the IR with ``source``.
 
-    The comparison comes before the weights are compressed, which changes the IR's logits. The inputs of the
-    checkpoint's ``tap_layers`` for a short text, or the lm_head's if there are none, go to ``states_file``, for the
-    comparison of a head.
+    The comparison comes before compression, because compression changes the IR's logits. The inputs of the checkpoint's
+    ``tap_layers`` for a short text, or the lm_head's if there are none, go to ``states_file``, for the comparison of a
+    head.
     """
     import argparse
 
@@ -71,7 +71,7 @@ def export_with_optimum(
         with keeping_weights(Path(source)):
             original_export(output=output, model_loading_kwargs=loading_options, **options)
         release_freed_memory()
-        # With the IR's own rounding: otherwise, where two experts tie, it would choose another.
+        # With the IR's own rounding: otherwise, where two experts tie, it would choose a different expert.
         model = load_checkpoint_model(source, trust_remote_code, as_exported=True, **loading_options)
         check_ir_agrees_with_model(model, output)
         if tap_layers is not None:
@@ -81,16 +81,16 @@ def export_with_optimum(
             original_compress(*call_arguments)
 
     exporter.main_export = export_and_compare
-    # Compression by main_export itself (gpt-oss in int4) is put off until the comparison.
+    # Compression by main_export itself (gpt-oss in int4) is postponed until after the comparison.
     exporter._apply_model_size_based_quantization = lambda *call: postponed_calls.append(call)
     parser = argparse.ArgumentParser()
     parse_args_openvino(parser)
-    # Not through its main function, which would also register the command of the optimum-intel beneath an overlay.
+    # Not by its main function, which would also register the command of the optimum-intel that an overlay hides.
     OVExportCommand.run(argparse.Namespace(args=parser.parse_args(arguments)))  # type: ignore[arg-type]
 
 
 def release_freed_memory() -> None:
-    """Give memory that is free to the system; glibc keeps it otherwise, as much as all weights take."""
+    """Return free memory to the system; glibc keeps it otherwise, as much as all weights take."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another system's library
         ctypes.CDLL(None).malloc_trim(0)
@@ -108,8 +108,8 @@ def convert_eagle_head(
 ) -> None:
     """Write the EAGLE-3 head ``source`` as an IR into ``folder``.
 
-    tap_layers: the target's layers whose inputs it reads. target: the target's checkpoint, or "". states_file: a file
-    with these inputs for some text.
+    tap_layers: the target layers whose inputs the head reads. target: the target's checkpoint, or "". states_file: a
+    file with these inputs for some text.
     """
     from ovspec_export.heads import convert_head_to_ir, load_head_checkpoint, read_target_embedding
 
@@ -128,10 +128,10 @@ def convert_mtp_layers(
     quantization: JsonObject,
     states_file: str,
 ) -> None:
-    """Write the MTP layers in the checkpoint ``source`` as IRs: the first one into ``folder``, each next one in it.
+    """Write the MTP layers in the checkpoint ``source`` as IRs: the first into ``folder``, the next inside it.
 
-    ids_file: a file with the ids of the tokens that it can propose, or "" for all. states_file: a file with what the
-    target's lm_head reads for some text.
+    ids_file: a file with the ids of the tokens to propose, or "" for all. states_file: a file with the target's lm_head
+    inputs for some text.
     """
     import numpy as np
 
@@ -155,7 +155,7 @@ def convert_mtp_layers(
 def save_head_ir(
     head: HeadModule, model: Model, folder: str, weight_format: str, quantization: JsonObject, states_file: str
 ) -> None:
-    """Compare ``model`` with the ``head`` that it was made of, compress it, and write it into ``folder``."""
+    """Compare ``model`` with its original ``head``, compress it, and write it into ``folder``."""
     import numpy as np
     import openvino as ov
 
@@ -191,7 +191,7 @@ def save_first_layers(source: str, layer_count: int, folder: str, trust_remote_c
 
 
 def unpack_gguf_weights(gguf_file: str, folder: str, dtype: str) -> None:
-    """Write the weights of a GGUF file beside the config.json in ``folder``."""
+    """Write the weights of a GGUF file next to the config.json in ``folder``."""
     from ovspec_export.gguf_checkpoint import write_gguf_weights
     from ovspec_export.gguf_file import read_gguf_headers
 
@@ -245,7 +245,7 @@ def round_to_bf16(folder: str) -> None:
     model = ov.Core().read_model(ir_file)
     round_weights(model)
     ov.save_model(model, Path(folder) / "bf16.xml", compress_to_fp16=False)
-    del model  # it maps the file that is replaced next
+    del model  # it maps the file to be replaced next
     for suffix in (".xml", ".bin"):
         (Path(folder) / f"bf16{suffix}").replace(ir_file.with_suffix(suffix))
 
@@ -280,21 +280,21 @@ def evaluate_ir(source: str, folder: str, text: str, context: int, output: str, 
 
 def run_distillation_job(job: str, **arguments: JsonValue) -> None:
     """Run a job of a distillation."""
-    # Before torch is imported: threads that wait sleep, so that a night's training doesn't slow down other programs.
+    # Before torch is imported: waiting threads sleep, so that a night's training doesn't slow down other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     module = importlib.import_module(f"ovspec_export.distill.{DISTILL_MODULES[job]}")
     getattr(module, job)(**subtract_startup_time(arguments))
 
 
 def subtract_startup_time(arguments: JsonObject) -> JsonObject:
-    """Return a job's arguments with the ``seconds`` that are left of those for its process, imports included."""
+    """Return a job's arguments; from its ``seconds``, the time its process has already taken is subtracted."""
     if "seconds" not in arguments:
         return arguments
     startup_seconds = max(0.0, time.time() - psutil.Process().create_time())
     return arguments | {"seconds": arguments["seconds"] - startup_seconds}
 
 
-# Jobs of distillations, and the file that has each.
+# Jobs of distillations, and their files.
 DISTILL_MODULES = {"write_texts": "texts", "write_features": "features", "train_head": "head", "train_draft": "draft"}
 DISTILL_MODULES |= {"train_mtp": "mtp", "check_mtp_possible": "mtp", "find_most_used_ids": "used_ids"}
 DISTILL_MODULES |= {"measure_costs": "speedup_estimate", "measure_gain": "gain_benchmark"}

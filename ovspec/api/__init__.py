@@ -1,1 +1,1 @@
-"""What ``import ovspec`` hands out: loading, the model, sessions and their files, verification, comparison."""
+"""The public API: loading, the model, sessions and their files, verification, comparison."""

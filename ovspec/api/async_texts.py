@@ -1,4 +1,4 @@
-"""Texts for asyncio: tasks of any event loop wait for them while a model's engine thread generates them together."""
+"""Texts for asyncio: a model's engine thread generates them in a batch for tasks of any event loop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row
 
-RowsToJoin = tuple[EngineThread, list[Row]]  # rows, and the thread whose batch they join
+RowsToJoin = tuple[EngineThread, list[Row]]  # rows, and the thread with their batch
 
 
 class AsyncTextStream:
-    """A text as it is generated; iterate over it once with ``async for`` to get a ``Piece`` for each round.
+    """A text during its generation; iterate over it once with ``async for`` for a ``Piece`` per round.
 
-    Its prompt is read from the first piece on. A task that is cancelled, and ``aclose``, end the text.
+    Prefill starts with the iteration. Cancelling the task or calling ``aclose`` ends the text.
     """
 
     def __init__(self, make_rows_to_join: Callable[[], RowsToJoin]) -> None:
@@ -32,21 +32,21 @@ class AsyncTextStream:
         await self._pieces.aclose()
 
     async def result(self) -> Result:
-        """Return the whole text and its statistics; generate first what is still missing.
+        """Finish the text, and return it with its statistics.
 
-        Raises OvspecError if the stream was closed, or failed, before the text was finished.
+        Raises OvspecError if the stream was closed or failed before the end of the text.
         """
         async for _ in self._pieces:
             pass
         if not self._finished_rows:
-            raise OvspecError("The stream ended before its text was finished; ask for it again.")
+            raise OvspecError("The stream ended before the text was finished; request it again.")
         return await asyncio.to_thread(self._finished_rows[0].result)
 
 
 async def stream_pieces(make_rows_to_join: Callable[[], RowsToJoin], finished_rows: list[Row]) -> AsyncGenerator[Piece]:
-    """Generate the row that ``make_rows_to_join`` returns; add it to ``finished_rows`` at its end.
+    """Generate the row from ``make_rows_to_join``; add it to ``finished_rows`` at its end.
 
-    A function of its own, so that a stream that nobody iterates over any more is closed at once.
+    A separate function, so that an abandoned stream is closed at once.
     """
     engine, [row] = await asyncio.to_thread(make_rows_to_join)
     async with aclosing(generate_rounds(engine, [row])) as rounds:
@@ -58,17 +58,17 @@ async def stream_pieces(make_rows_to_join: Callable[[], RowsToJoin], finished_ro
 
 
 async def generate_results(engine: EngineThread, rows: list[Row]) -> list[Result]:
-    """Generate rows whose pieces nobody waits for; return their results."""
+    """Generate rows without streaming; return their results."""
     async with aclosing(generate_rounds(engine, rows)) as rounds:
         async for _ in rounds:
             pass
-    return await asyncio.to_thread(lambda: [row.result() for row in rows])  # which may judge them for seconds
+    return await asyncio.to_thread(lambda: [row.result() for row in rows])  # may check schemas for seconds
 
 
 async def generate_rounds(engine: EngineThread, rows: list[Row]) -> AsyncGenerator[list[tuple[int, Piece]]]:
     """Have the engine generate rows; yield each round's list of (index of the row, piece).
 
-    Rows that haven't ended leave the batch when the generator is closed or its task is cancelled.
+    Unfinished rows leave the batch when the generator is closed or its task is cancelled.
     """
     event_loop = asyncio.get_running_loop()
     deliveries = asyncio.Queue[list[tuple[int, Piece]] | OvspecError]()
@@ -76,7 +76,7 @@ async def generate_rounds(engine: EngineThread, rows: list[Row]) -> AsyncGenerat
     def deliver_round(pieces_or_error: list[tuple[int, Piece]] | OvspecError) -> None:
         try:
             event_loop.call_soon_threadsafe(deliveries.put_nowait, pieces_or_error)
-        except RuntimeError:  # the loop was closed, so nobody waits
+        except RuntimeError:  # the loop is closed, so nobody is waiting
             engine.cancel_job(job)
 
     job = Job(rows, deliver_round)

@@ -1,9 +1,9 @@
-"""Compare speculation with plain decoding: how much faster it is, and where two texts differ.
+"""Compare speculative with plain decoding: the speed-up, and the first difference between texts.
 
-There is one definition of a speed-up. Both modes generate the same text in turns, warm, and each turn begins with
-another one, because a machine's speed drifts while it is measured. The speed-up is that of the median turn, so the
-times printed with it were really measured one after the other. A gain is claimed only if speculation saved enough
-rounds to have caused it; a loss is always shown.
+The definition of the speed-up: both modes generate the same text in turns, after a warm-up, and each turn begins with
+another mode, because a machine's speed drifts. The speed-up is the ratio in the median turn, so the times printed with
+it were really measured together. A gain is claimed only if speculation saved enough rounds to cause it; a loss is
+always shown.
 """
 
 import math
@@ -23,11 +23,11 @@ ResultPair = tuple[Result, Result]  # (plain, speculative)
 MIN_TURNS = 4
 MAX_TURNS = 16
 TIMING_SECONDS = 5.0
-NOISE_FACTOR = 2.0  # a gain of more than this many times the saved rounds is the machine's, not speculation's
+NOISE_FACTOR = 2.0  # a gain above this multiple of the saved rounds comes from the machine, not from speculation
 
 
 def iterate_turns(seconds: float = TIMING_SECONDS) -> Iterator[int]:
-    """Yield 0, 1, ... until the turns have taken ``seconds``: an even number, so that each mode begins as often."""
+    """Yield 0, 1, ... until the turns have taken ``seconds``; their number is even, to balance the modes' order."""
     start_time = time.perf_counter()
     for turn in range(MAX_TURNS):
         if turn >= MIN_TURNS and turn % 2 == 0 and time.perf_counter() - start_time > seconds:
@@ -36,14 +36,14 @@ def iterate_turns(seconds: float = TIMING_SECONDS) -> Iterator[int]:
 
 
 def rotate_modes(modes: Sequence[Mode], turn: int) -> list[Mode]:
-    """Return ``modes`` beginning with another one each turn."""
+    """Return ``modes``, starting with another mode each turn."""
     first_index = turn % len(modes)
     return [*modes[first_index:], *modes[:first_index]]
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """How much faster speculation is than plain decoding of the same texts.
+    """The speed-up of speculative over plain decoding of the same texts.
 
     plain_ms, speculative_ms: milliseconds per token in the median turn, without and with speculation.
     ratios: plain over speculative time of every turn, ascending.
@@ -62,28 +62,28 @@ class Speedup:
 
     @property
     def saves_rounds(self) -> bool:
-        """Whether rounds were saved: more tokens per round than what is printed as 1.00."""
+        """Whether rounds were saved: tokens per round are printed as more than 1.00."""
         return round(self.tokens_per_round, 2) > 1
 
     @property
     def is_explained(self) -> bool:
-        """Whether saved rounds can have caused the gain: t tokens per round save at most a factor of t."""
+        """Whether saved rounds explain the gain: t tokens per round save at most a factor of t."""
         return self.saves_rounds and self.ratio - 1 <= NOISE_FACTOR * (self.tokens_per_round - 1)
 
     @property
     def claimed_ratio(self) -> float | None:
-        """The ratio; None if it is a gain that speculation can't have caused."""
+        """The ratio; None for a gain not explained by speculation."""
         return self.ratio if self.is_explained or self.ratio < 1 else None
 
     @property
     def is_clear(self) -> bool:
-        """Whether three quarters of the turns were faster with speculation, and saved rounds can be the reason."""
+        """Whether three quarters of the turns were faster with speculation, and saved rounds explain the gain."""
         return self.is_explained and self.ratios[len(self.ratios) // 4] > 1
 
     def describe_gain(self, proposed: int, accepted: int, last_proposed: int | None = None) -> str:
         """Return the effect of speculation in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns.
 
-        last_proposed: of one text in turns, the tokens that were proposed in the last turn.
+        last_proposed: for turns on a single text, the number of proposed tokens in the last turn.
         """
         turn_count = len(self.ratios)
         ratio_range = f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {turn_count} turn{'s' * (turn_count > 1)}"
@@ -93,7 +93,7 @@ class Speedup:
         if self.ratio >= 1 and self.saves_rounds:
             noise_clause = "" if self.is_explained else f", noise at {self.tokens_per_round:.2f} tokens per round"
             return f"no clear speed-up: {self.ratio:.2f} ({ratio_range}){noise_clause}"
-        if last_proposed == 0:  # a difference isn't what drafting costs
+        if last_proposed == 0:  # any difference isn't the cost of drafting
             reason = "nothing was proposed" + " in the last turn" * (proposed > 0)
             return f"no speed-up: drafting doesn't pay for this text ({reason})"
         if self.is_explained:
@@ -106,7 +106,7 @@ class Speedup:
 
 
 def compute_speedup(plain_ms: Sequence[float], speculative_ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
-    """Return the speed-up of turns from the milliseconds per token of each; ``stats``: of all speculative texts."""
+    """Return the speed-up from the milliseconds per token of each turn; ``stats``: of all speculative texts."""
     turns = sorted(zip(plain_ms, speculative_ms, strict=True), key=lambda turn: turn[0] / turn[1])
     median_turn = turns[(len(turns) - 1) // 2]
     token_count = sum(text_stats.generated_tokens for text_stats in stats)
@@ -116,9 +116,9 @@ def compute_speedup(plain_ms: Sequence[float], speculative_ms: Sequence[float], 
 
 
 def compare_result_times(plain_results: Sequence[Result], speculative_results: Sequence[Result]) -> Speedup:
-    """Return the speed-up of texts that were generated in turns.
+    """Return the speed-up of texts generated in turns.
 
-    If a text came in one round, of one token or all forced, whole texts are compared, with the time of their prompts.
+    If a text took a single round (a single token, or all forced), whole texts are compared, including their prefill.
     """
     has_rounds = all(result.stats.tpot_ms for result in (*plain_results, *speculative_results))
 
@@ -139,12 +139,12 @@ def compare_result_times(plain_results: Sequence[Result], speculative_results: S
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two texts differ.
+    """The first difference between two texts.
 
-    after: generated tokens that both share.
-    plain, other: the next token id of each; None if the text ends there.
+    after: number of common tokens before it.
+    plain, other: the next token id of each text; None if the text ends there.
     gap: distance between the target's logits of these two tokens.
-    top2_gap: distance between its two largest logits. Both gaps are None if they can't be computed.
+    top2_gap: distance between the target's two largest logits. Both gaps are None if they can't be computed.
     """
 
     after: int
@@ -171,9 +171,9 @@ class Divergence:
 def find_divergence(
     lm: LanguageModel, prompt: Prompt, plain_ids: list[int], other_ids: list[int], compute_gaps: bool = True
 ) -> Divergence | None:
-    """Return where two continuations (token ids) of ``prompt`` differ; None if they are equal.
+    """Return the first difference between two continuations (token ids) of ``prompt``; None if they are equal.
 
-    ``compute_gaps``: compute the gaps, which takes one forward pass; not possible for a healed prompt.
+    ``compute_gaps``: compute the gaps, with a forward pass; impossible for a healed prompt.
     """
     if plain_ids == other_ids:
         return None
@@ -197,13 +197,12 @@ def find_divergence(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plain decoding and speculation of one prompt, over several turns.
+    """Plain and speculative decoding of a prompt, over several turns.
 
-    speedup, speedup_sentence: how much faster speculation is, and that in a sentence.
-    divergence, equality_sentence: where the first texts that differ diverge, None if all are equal, and that in a
-        sentence.
+    speedup, speedup_sentence: the speed-up, and its sentence.
+    divergence, equality_sentence: the first difference between texts, None if all are equal, and its sentence.
     last_pair: the texts of the last turn.
-    shown_pair: the texts that differ, or else those of the last turn.
+    shown_pair: the first differing texts, or else the texts of the last turn.
     """
 
     speedup: Speedup

@@ -1,4 +1,4 @@
-"""A report of how a model runs on a device, for machines that we have never seen."""
+"""A report of a model's run on a device, for machines unknown to the developers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTEXT_TOKENS = 128
 def make_device_report(folder: Path, descriptions: dict[str, JsonObject], options: JsonObject) -> JsonObject:
     """Return the machine, its devices, the ``descriptions`` of the models in ``folder``, timings and a text, as JSON.
 
-    The report names no files and no users.
+    The report contains no names of files or users.
     """
     lm = load(folder, "lookup", **options)
     models = {
@@ -52,7 +52,7 @@ def make_device_report(folder: Path, descriptions: dict[str, JsonObject], option
 
 
 def time_inferences(lm: LanguageModel) -> JsonObject:
-    """Return the milliseconds of a prompt's tokens and of inferences, the first of each width and the fastest."""
+    """Return milliseconds per prompt token, and per inference of each width: the first and the fastest."""
     decoder = lm.target.make_decoder()
     max_width = max(INFERENCE_WIDTHS)
     probe_ids = draw_probe_ids(decoder, lm.target.ir.logits_width)[: CONTEXT_TOKENS + max_width]
@@ -84,7 +84,7 @@ def time_inferences(lm: LanguageModel) -> JsonObject:
 
 
 def compare_with_lookup(lm: LanguageModel) -> JsonObject:
-    """Return a greedy text without a draft and with lookup, and where they diverge."""
+    """Return a greedy text without a draft and with lookup, and the first difference."""
     plain_result, lookup_result = (
         lm.generate(REPORT_PROMPT, max_tokens=REPORT_TOKENS, lookahead=lookahead) for lookahead in (0, 4)
     )

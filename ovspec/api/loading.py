@@ -30,7 +30,7 @@ DraftArgument = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter
 
 @options_dataclass
 class LoadArguments(LoadParams):
-    """The arguments of ``load``, as editors show them."""
+    """The arguments of ``load``, for editors."""
 
     model: str | Path | None = field(default=None, kw_only=False)
     draft: DraftArgument | Sequence[DraftArgument] | None = field(default=None, kw_only=False)
@@ -43,23 +43,23 @@ def load(
     """Load an exported model and return it as a ``LanguageModel``.
 
     model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
-        also a checkpoint folder, a GGUF file or a hub id (``org/model``, ``org/model@REVISION``, ``org/model:Q4_K_M``),
-        which is exported into the user's cache the first time, as commands do it.
-    draft: what proposes tokens; by default "lookup" where verifying a guess costs next to nothing, which the first load
-        measures (exact arithmetic, paged engine), otherwise nothing. "none" proposes nothing, True is the draft in the
-        model's folder, "self" the same if it was made of the target's own layers, "head" if it is an EAGLE-3 head,
-        "mtp" if it is the MTP layer that the model brings along, and "lookup" proposes what followed the last tokens
-        earlier. It may also be the folder of a draft model or head, or a ``Drafter``: a class or function that makes
-        one for each session or batch, or an instance, which all share. Two of these, as "lookup,draft" or in a list,
-        make a chain: the second proposes if the first finds nothing good.
+        also a checkpoint folder, a GGUF file or a hub id (``org/model``, ``org/model@REVISION``, ``org/model:Q4_K_M``):
+        it is exported into the user's cache at its first use, as on the command line.
+    draft: the drafter for speculative decoding; "none" for none. True is the draft in the model's folder; "self",
+        "head" and "mtp" are the same draft, but require a kind: made from the target's own layers, an EAGLE-3 head, or
+        the model's MTP layer. "lookup" is prompt lookup: it proposes the continuation of the same last tokens earlier
+        in the text. Other drafters: the folder of a draft model or head, a shared ``Drafter`` instance, or a class or
+        function for making a ``Drafter`` per session or batch. Two drafters, as in "lookup,draft" or a list, form a
+        chain: the second proposes if the first finds nothing good. The default is "lookup" if verifying a proposal
+        costs next to nothing, as measured at the first load (exact arithmetic, paged engine), otherwise none.
     """
     params = make_load_params(options)
-    for option in ("device", "draft_device"):  # before an export, which takes minutes
+    for option in ("device", "draft_device"):  # checked before an export of minutes
         if device := getattr(params, option):
             parse_device_option(device, option)
     device_options = make_device_options(params)
     if params.weight_format and not params.export:
-        raise OvspecError("`weight_format` is for a model that is exported; add `export=True`.")
+        raise OvspecError("`weight_format` works only with an export; add `export=True`.")
     if params.export:
         if model is None:
             raise OvspecError("`export=True` needs the model to export: a checkpoint folder, a GGUF file or a hub id.")
@@ -67,15 +67,17 @@ def load(
     model_folder = resolve_model_folder(model)
     manifest = read_manifest(model_folder, params.verify)
     if params.verify and not manifest:
-        raise OvspecError(f"{model_folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
+        raise OvspecError(
+            f"{model_folder}: no manifest in it, so `verify` can't check it; export the model with 'ovspec export'."
+        )
     custom_template = None
     if params.chat_template is not None:
         custom_template = resolve_custom_template(params.chat_template, read_chat_templates(model_folder))
     draft_choice = resolve_draft(parse_draft(draft), model_folder, manifest)
     if params.draft_device and not (draft_choice and draft_choice.model):
-        raise OvspecError("`draft_device` needs a draft model.")
+        raise OvspecError("`draft_device` needs a draft model; set `draft`.")
     if params.lookup_corpus and draft is not None and not (draft_choice and draft_choice.lookup):
-        raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
+        raise OvspecError("`lookup_corpus` needs prompt lookup; add `draft='lookup'`.")
     corpus_texts = [read_text(Path(file)) for file in params.lookup_corpus]
     draft_folder = Path(draft_choice.model) if draft_choice and draft_choice.model else None
     if draft_folder:
@@ -115,13 +117,13 @@ load.__doc__ = f"""{load.__doc__}
 {textwrap.indent(format_option_documentation(LOAD_OPTIONS), "    ")}
 
     Raises:
-        OvspecError: a file is missing or damaged, or an option is invalid here; the message says what to do.
+        OvspecError: a file is missing or damaged, or an option is invalid; the message says how to fix it.
         TypeError: an unknown option.
     """
 
 
 def make_device_options(params: LoadParams) -> DeviceOptions:
-    """Return where and how models are compiled; raises OvspecError if threads are set and none is on the CPU."""
+    """Return the options for compiling models; raises OvspecError for ``threads`` without a model on the CPU."""
     check_threads_option(params.threads, [params.device, params.draft_device or params.device])
     cache_dir = Path(params.cache_dir) if params.cache_dir else None
     properties = dict(params.properties or {})

@@ -1,4 +1,4 @@
-"""LanguageModel: a loaded model, and everything that can be done with it."""
+"""LanguageModel: a loaded model for generation, sessions and measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PromptT = TypeVar("PromptT")
 
 @options_dataclass
 class GenerateArguments(GenerateOptions, Generic[PromptT]):
-    """The arguments of calls that continue a prompt, as editors show them."""
+    """The arguments of calls with a prompt, for editors."""
 
     prompt: PromptT = field(kw_only=False)
 
@@ -43,11 +43,11 @@ class GenerateArguments(GenerateOptions, Generic[PromptT]):
 class LanguageModel:
     """A loaded model, with or without a draft; made by ``ovspec.load``.
 
-    Threads may share it. Calls and sessions that run at the same time use separate inference requests, and each gives
-    the same text as it gives alone. A session or a stream may be used by only one thread at a time. ``agenerate`` and
-    ``astream`` are for asyncio: their texts are one batch, which calls join and leave.
+    Threads may share a model. Concurrent calls and sessions use separate inference requests, and their texts are the
+    same as without concurrency. Only a single thread at a time may use a session or a stream. ``agenerate`` and
+    ``astream`` are for asyncio and use continuous batching.
 
-    ``close``, or the end of a ``with`` statement, frees its memory.
+    ``close``, or the end of a ``with`` statement, frees the model's memory.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -57,9 +57,9 @@ class LanguageModel:
         self.generation_config = runtime.prompt_encoder.generation_config
         self.target = runtime.models.target
         self.draft = runtime.models.draft
-        self._engine: EngineThread | None = None  # of ``agenerate`` and ``astream``
-        self._engine_finalizer: weakref.finalize[Any, Any] | None = None  # ends it also when the model is dropped
-        self._engine_lock = threading.Lock()  # held while the engine is started or taken away
+        self._engine: EngineThread | None = None  # for ``agenerate`` and ``astream``
+        self._engine_finalizer: weakref.finalize[Any, Any] | None = None  # also ends the engine of a dropped model
+        self._engine_lock = threading.Lock()  # held during the engine's start and end
 
     def __enter__(self) -> LanguageModel:
         return self
@@ -68,13 +68,13 @@ class LanguageModel:
         self.close()
 
     def close(self) -> None:
-        """Free the model's memory. It can't be used any more, nor can its sessions or models of ``with_drafters``.
+        """Free the model's memory. The model, its sessions and models from ``with_drafters`` can't be used any more.
 
-        Texts that are being generated in other threads or tasks end with an OvspecError.
+        Running texts in other threads or tasks end with an OvspecError.
         """
         with self._engine_lock:
             if self._engine and self._engine_finalizer:
-                self._engine.fail_all_requests(InferenceError(f"{self.folder}: this model was closed; load it again."))
+                self._engine.fail_all_requests(InferenceError(f"{self.folder}: the model was closed; load it again."))
                 self._engine_finalizer()
                 self._engine = self._engine_finalizer = None
             self.runtime.close()
@@ -88,12 +88,11 @@ class LanguageModel:
         """Return the token ids of ``prompt``, (n,) int64.
 
         Args:
-            prompt: a text, which gets the model's BOS if it has one; chat messages, which the chat template renders;
-                or token ids, which stay as they are.
+            prompt: a text (the model's BOS, if any, is added), chat messages (rendered with the chat template), or
+                token ids (left unchanged).
 
         Raises:
-            OvspecError: an empty prompt for a model without a BOS, unknown ids, or a text or messages that can't be
-                encoded.
+            OvspecError: an empty prompt for a model without a BOS, unknown ids, or an invalid text or message.
         """
         return self.runtime.prompt_encoder.encode(prompt)
 
@@ -107,16 +106,16 @@ class LanguageModel:
     def generate(self, prompt: Prompt, **options: OptionValue) -> Result: ...
     @method_accepts_options(GenerateArguments[Prompt | Prompts])
     def generate(self, prompt: Prompt | Prompts, **options: OptionValue) -> Result | list[Result]:
-        """Continue ``prompt``, or each of a list of prompts as one batch.
+        """Continue ``prompt``, or a list of prompts in a batch.
 
         Args:
-            prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats. If a chat ends
-                with a message of the assistant, the answer goes on from it.
+            prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats. If the last
+                message of a chat is the assistant's, the answer continues it.
             options: see "Options of generating calls". For ``n`` above 1 call ``samples``.
 
         Raises:
-            OvspecError: an empty prompt for a model without a BOS, one that doesn't fit the model's context, or an
-                option that is out of range.
+            OvspecError: an empty prompt for a model without a BOS, a prompt longer than the model's context, or an
+                option out of range.
             TypeError: an unknown option.
         """
         results = [result for [result] in self._generate_samples(prompt, options, single_text=True)]
@@ -130,9 +129,9 @@ class LanguageModel:
     def samples(self, prompt: Prompt, **options: OptionValue) -> list[Result]: ...
     @method_accepts_options(GenerateArguments[Prompt | Prompts])
     def samples(self, prompt: Prompt | Prompts, **options: OptionValue) -> list[Result] | list[list[Result]]:
-        """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
+        """Return ``n`` continuations of ``prompt``, or of each prompt in a list. Each prompt is prefilled once.
 
-        Greedy continuations are all the same; they differ with a temperature or a sampler.
+        Greedy continuations are all the same; with a temperature or a sampler they differ.
 
         Args:
             prompt, options: as for ``generate``.
@@ -146,9 +145,9 @@ class LanguageModel:
 
     @method_accepts_options(GenerateArguments[Prompt])
     def stream(self, prompt: Prompt, **options: OptionValue) -> TextStream:
-        """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
+        """Stream the continuation of a prompt: ``for piece in lm.stream("def "): print(piece.text)``.
 
-        Arguments and errors are those of ``generate``.
+        Arguments and errors: as for ``generate``.
         """
         params = self._make_single_text_params(options)
         refuse_retries_in_stream(params)
@@ -173,15 +172,15 @@ class LanguageModel:
     async def agenerate(self, prompt: Prompt, **options: OptionValue) -> Result: ...
     @method_accepts_options(GenerateArguments[Prompt | Prompts])
     async def agenerate(self, prompt: Prompt | Prompts, **options: OptionValue) -> Result | list[Result]:
-        """Continue ``prompt`` like ``generate``, in a thread that generates the texts of all such calls as one batch.
+        """Continue ``prompt`` like ``generate``, with continuous batching of all such calls in a background thread.
 
-        The texts are those of ``generate``. A call that is cancelled leaves the batch.
+        The texts are the same as from ``generate``. A cancelled call leaves the batch.
 
         Args:
             prompt, options: as for ``generate``, without ``batch_size``.
 
         Raises:
-            OvspecError: as ``generate``; the inference failed, or a function of the caller's; the model was closed.
+            OvspecError: as ``generate``; inference or a function of the caller failed; or the model was closed.
         """
         params = self._make_shared_batch_params(options)
         prompts = as_prompt_list(prompt)
@@ -198,23 +197,25 @@ class LanguageModel:
 
     @method_accepts_options(GenerateArguments[Prompt])
     def astream(self, prompt: Prompt, **options: OptionValue) -> AsyncTextStream:
-        """Continue one prompt piece by piece: ``async for piece in lm.astream("def "): print(piece.text)``.
+        """Stream the continuation of a prompt: ``async for piece in lm.astream("def "): print(piece.text)``.
 
-        Arguments and errors are those of ``agenerate``.
+        Arguments and errors: as for ``agenerate``.
         """
         params = self._make_shared_batch_params(options)
         refuse_retries_in_stream(params)
         return AsyncTextStream(functools.partial(self._make_rows_to_join, [prompt], params))
 
     def _make_shared_batch_params(self, options: dict[str, OptionValue]) -> Params:
-        """Return the params of a call whose texts share a batch with others."""
+        """Return the params of a call in the shared batch."""
         params = self._make_single_text_params(options)
         if params.batch_size != DEFAULT_PARAMS.batch_size:
-            raise OvspecError("`batch_size` is the same for all texts of `agenerate` and `astream`; leave it out.")
+            raise OvspecError(
+                "`batch_size` can't be set in `agenerate` and `astream`: their calls share a batch; leave it out."
+            )
         return params
 
     def _make_rows_to_join(self, prompts: Sequence[Prompt], params: Params) -> RowsToJoin:
-        """Return the engine's thread, which the first call starts, and a row for each prompt."""
+        """Return the engine thread, started by the first call, and a row for each prompt."""
         with self._engine_lock:
             if not (engine := self._engine):
                 engine = EngineThread(self.runtime, DEFAULT_PARAMS.batch_size)
@@ -224,10 +225,12 @@ class LanguageModel:
         return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]
 
     def _make_single_text_params(self, options: dict[str, OptionValue]) -> Params:
-        """Return the params of a call for one text of each prompt."""
+        """Return the params of a call for a single text per prompt."""
         params = self.runtime.row_maker.make_complete_params(options)
         if params.n != 1:
-            raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
+            raise OvspecError(
+                f"`n` is {params.n}, but this call returns a single text; call samples() for several texts."
+            )
         return params
 
     def _generate_samples(
@@ -247,14 +250,14 @@ class LanguageModel:
     # ------------------------------------------------------------ sessions
 
     def session(self, context: int | None = None, chat_template_kwargs: Mapping[str, Any] | None = None) -> Session:
-        """Start a session: an empty text whose KV caches are kept between calls.
+        """Start a session: an empty text, with KV caches kept between calls.
 
         Args:
             context: maximum length of the text in tokens; by default the model's context length.
             chat_template_kwargs: variables for the chat template, such as ``{"enable_thinking": False}``.
 
         Raises:
-            OvspecError: ``context`` is below 1 or longer than the model's, or its KV caches don't fit into memory.
+            OvspecError: ``context`` is below 1 or above the model's, or its KV caches don't fit into memory.
         """
         context_length = self.target.ir.context_length
         if context is not None and (context < 1 or (context_length and context > context_length)):
@@ -269,27 +272,27 @@ class LanguageModel:
         return Session(self.runtime, decoders, context, chat_template_kwargs)
 
     def cache_bytes(self, tokens: int) -> float:
-        """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""
+        """Estimate the size, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""
         return self.runtime.models.estimate_cache_bytes(tokens)
 
     # ------------------------------------------------------------ checking and measuring
 
     def verify(self, result: Result) -> Verification:
-        """Check each token of ``result`` by one forward pass over its prompt and text.
+        """Check each token of ``result`` with a single forward pass over its prompt and text.
 
-        With exact arithmetic every token is the model's choice, whatever has sped the text up.
+        With exact arithmetic every token is the model's own choice, regardless of accelerators.
 
         Args:
-            result: made by this model, in this process or read by ``ovspec.result_from_json``.
+            result: made by this model, in this process or from ``ovspec.result_from_json``.
 
         Raises:
-            OvspecError: the text was made by another model, or in a way that can't be repeated (``accept="rejection"``,
-                a ``sampler`` or ``logits_processors`` of one's own).
+            OvspecError: the text was made by another model, or in an unrepeatable way (``accept="rejection"``, a custom
+                ``sampler`` or ``logits_processors``).
         """
         return verify_result(self.runtime, result)
 
     def perplexity(self, text: str, context: int | None = None) -> Perplexity:
-        """Measure the target's perplexity on ``text``, in windows that overlap by half.
+        """Measure the target's perplexity on ``text``, in windows overlapping by half.
 
         Args:
             context: tokens per window; by default the model's context length, but at most 1024.
@@ -299,7 +302,7 @@ class LanguageModel:
         """
         context_length = self.target.ir.context_length
         if context and context_length and context > context_length:
-            raise OvspecError(f"A window of {context} tokens is longer than the model's context of {context_length}.")
+            raise OvspecError(f"`context` is {context}, but the model's context is {context_length} tokens; lower it.")
         context = context or min(DEFAULT_PERPLEXITY_CONTEXT, context_length or DEFAULT_PERPLEXITY_CONTEXT)
         decoders = self.runtime.decoder_pool.acquire()
         try:
@@ -318,39 +321,39 @@ class LanguageModel:
             self.runtime.decoder_pool.release(decoders)
 
     def use_large_pages(self) -> None:
-        """Move the weights into large memory pages now (Linux), which takes about two seconds per gigabyte.
+        """Move the weights into large memory pages now (Linux); this takes about two seconds per gigabyte.
 
-        Without this call they are moved after some seconds of inference, while nothing is generated.
+        Without this call, the weights are moved after some seconds of inference, while the model is idle.
         """
         for ir in self.runtime.models.compiled_irs():
             ir.large_page_mover.move_weights_for(math.inf)
 
     def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
-        """Return a model that shares this one's compiled models and uses other drafters.
+        """Return a model with the same compiled models and other drafters.
 
         Args:
-            choice: the drafters, as ``ovspec.drafting.choice.parse_draft("lookup")`` returns them; None for plain
-                decoding. A draft model among them must be the one that is loaded.
+            choice: the drafters, for example from ``ovspec.drafting.choice.parse_draft("lookup")``; None for plain
+                decoding. If they include a draft model, it must be the loaded draft model.
         """
         return LanguageModel(self.runtime.with_drafters(choice))
 
 
 def as_prompt_list(prompt: Any) -> Sequence[Prompt]:
-    """Return ``prompt`` if it is a list of prompts, or else a list of it."""
+    """Return ``prompt`` if it is a list of prompts, otherwise a list with this prompt."""
     return prompt if is_prompt_list(prompt) else [prompt]
 
 
 def is_prompt_list(prompt: Prompt | Prompts) -> bool:
-    """Return whether ``prompt`` is a list of prompts, possibly without any."""
+    """Return whether ``prompt`` is a list of prompts, possibly empty."""
     return isinstance(prompt, list) and (not prompt or is_nonempty_prompt_list(prompt))
 
 
 def retry_invalid_results(runtime: Runtime, prompts: Sequence[Prompt], params: Params, results: list[Result]) -> None:
-    """Generate results that break their schema again, with the next seeds, and replace them.
+    """Replace results in violation of their schema: generate them again, with the next seeds.
 
     Args:
-        prompts: each has ``n`` results; those of the first come first.
-        params: those of the results; ``retries`` is the maximum number of attempts.
+        prompts: each has ``n`` results, in the order of the prompts.
+        params: the params of the results; ``retries`` is the maximum number of attempts.
     """
     for _ in range(params.retries):
         retry_rows = make_retry_rows(runtime, prompts, params, results)
@@ -365,7 +368,7 @@ def retry_invalid_results(runtime: Runtime, prompts: Sequence[Prompt], params: P
 def make_retry_rows(
     runtime: Runtime, prompts: Sequence[Prompt], params: Params, results: list[Result], reserved: bool = False
 ) -> dict[int, Row]:
-    """Return rows with the next seeds for the results that break their schema, by the results' index."""
+    """Return rows with the next seeds for results in violation of their schema, by the results' index."""
     retry_rows = dict[int, Row]()
     for index, result in enumerate(results):
         if result.schema_errors:

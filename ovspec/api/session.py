@@ -1,4 +1,4 @@
-"""Sessions: a text with its decoders, kept between calls so that tokens are not read twice."""
+"""Sessions: a text with its decoders, kept between calls to avoid repeated prefill."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ovspec.params.values import check_value
 from ovspec.text.chat_format import find_begun_answer
 from ovspec.text.chat_template import Message
 
-SESSION_FILE_OWNERS = itertools.count(-1, -1)  # of texts from files; API keys count from 0
+SESSION_FILE_OWNERS = itertools.count(-1, -1)  # owners of texts from files; API keys count from 0
 
 
 class Session:
-    """One text that grows by what you append and what the model generates, and whose KV caches are kept.
+    """A growing text with its KV caches; you append to it, and the model continues it.
 
-    After any change to the text, only the tokens from the first difference on are read again. Made by
-    ``LanguageModel.session()``; use it in a ``with`` statement or call ``close``. Using the session for something
-    else cancels a stream that has not ended.
+    After any change to the text, only the tokens after the common prefix are prefilled again. Sessions are made by
+    ``LanguageModel.session()``; use them in a ``with`` statement or call ``close``. Any other use of a session cancels
+    its unfinished stream.
 
-    ``chat_template_kwargs``, variables for the chat template, may be set at any time. The whole chat is rendered with
-    them when the next message is appended.
+    ``chat_template_kwargs``, variables for the chat template, may be set at any time; appending a message renders the
+    whole chat with them.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Session:
         self.runtime = runtime
         self._context_length = context_length
         self._decoders: DecoderSet | None = decoders
-        self._shares_cache = False  # whether it shares its cache with a fork
+        self._shares_cache = False  # whether a fork shares the cache
         self._stream: TextStream | None = None
         self._restore_mark(EMPTY_MARK)
 
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of a chat, the answer so far included; empty if the text isn't a chat."""
+        """The messages of a chat, including the answer so far; empty if the text isn't a chat."""
         if not self._messages or len(self.sequence) == self._answer_start:
             return list(self._messages)
         answer_tokens = self.sequence.tokens[self._answer_start :]
@@ -85,15 +85,14 @@ class Session:
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
-        """Append a text, token ids, or one or several chat messages. This computes nothing yet.
+        """Append a text, token ids, or chat messages. Nothing is computed yet.
 
-        A text is tokenised together with text that was appended just before it, or that was left over when a stop
-        string ended in the middle of a token. With messages, the whole chat is rendered again, generated answers
-        included; if the template changes earlier messages, these are read again. If the last one is the assistant's,
-        the answer goes on from it.
+        A text is tokenised together with text appended just before it, and with the rest of a token split by a stop
+        string. Messages render the whole chat again, including generated answers; messages changed by the template are
+        prefilled again. If the last message is the assistant's, the answer continues it.
 
         Raises:
-            OvspecError: messages after a text that isn't a chat, or a text or ids that can't be encoded.
+            OvspecError: messages after a text other than a chat, or an invalid text or ids.
         """
         self._claim_decoders()
         if is_chat(prompt):
@@ -113,7 +112,7 @@ class Session:
             self._heals_by_default = False  # the ids are final
 
     def mark(self) -> Mark:
-        """Return a mark of the text as it is now, for ``rewind``."""
+        """Return a mark of the current text, for ``rewind``."""
         self._cancel_stream()
         chat_fields = tuple(self._messages), self._answer_start, self.chat_template_kwargs
         return Mark(
@@ -126,19 +125,19 @@ class Session:
         )
 
     def rewind(self, mark: Mark) -> None:
-        """Restore the text of ``mark``, made by this session or another one of the same model.
+        """Restore the text of ``mark``, made by this or another session of the same model.
 
         Raises:
-            OvspecError: ``mark`` is not a mark, or has tokens that this model lacks.
+            OvspecError: ``mark`` is not a mark, or has unknown tokens.
         """
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
         self._claim_decoders()
-        self.runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses a mark of another vocabulary
+        self.runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses another vocabulary's mark
         self._restore_mark(mark)
 
     def reset(self) -> None:
-        """Empty the text, and free the memory of its KV caches."""
+        """Delete the text, and free the memory of its KV caches."""
         decoders = self._claim_decoders()
         self._restore_mark(EMPTY_MARK)
         decoders.reset(0)
@@ -188,21 +187,21 @@ class Session:
 
     @method_accepts_options(GenerateOptions)
     def generate(self, **options: OptionValue) -> Result:
-        """Continue this session's text like ``LanguageModel.generate``; the text grows by what is generated."""
+        """Continue this session's text like ``LanguageModel.generate``; the generated text is appended."""
         return self.stream(**options).result()
 
     def select(self, options: abc.Sequence[str], terminator: str | None = None) -> Selection:
-        """Append the one of ``options`` that the model finds most likely here, by its total probability.
+        """Append the most likely of ``options`` at this point, by total probability.
 
-        Each option is tokenised together with the text before it, and up to 32 are scored in one inference. A longer
-        option is less likely than its own beginning; with a terminator after both, "catalog" can win over "cat".
+        Each option is tokenised together with the preceding text; up to 32 options are scored in a single inference. A
+        longer option is less likely than its own beginning; with a terminator after both, "catalog" can win over "cat".
 
         Args:
-            options: texts, all different.
-            terminator: text that will follow the option; it is scored, but not appended.
+            options: different texts.
+            terminator: text to score after each option; it is not appended.
 
         Raises:
-            OvspecError: no options, equal ones, an empty one without a terminator, or an empty session of a model
+            OvspecError: no options, equal options, an empty option without a terminator, or an empty session of a model
                 without a BOS.
         """
         check_select_options(options, terminator)
@@ -214,23 +213,23 @@ class Session:
         return Selection(options[best_index], best_index, logprobs)
 
     def score(self, text: str) -> Score:
-        """Return how likely the model finds ``text`` at the end of this session's text, which stays as it is.
+        """Return the log-probability of ``text`` as a continuation of this session's text, without appending it.
 
-        ``text`` is tokenised together with text that was appended just before it. A token that spans the boundary
-        counts as a whole.
+        ``text`` is tokenised together with text appended just before it. A token across the boundary counts as a
+        whole.
 
         Raises:
-            OvspecError: ``text`` is empty, or the session is and the model has no BOS.
+            OvspecError: ``text`` is empty, or the session is empty and the model has no BOS.
         """
         if not isinstance(text, str) or not text:
             raise OvspecError("score needs a non-empty string.")
         return self._score_candidates([text])[0]
 
     def fork(self) -> Session:
-        """Return another session with the same text, which can be continued independently.
+        """Return another session with the same text; both continue independently.
 
-        Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
-        reads the text again.
+        Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful cache in u8), the fork
+        prefills the text again.
         """
         decoders = self.runtime.models.fork_decoders(self._claim_decoders())
         forked_session = Session(self.runtime, decoders, self._context_length, self.chat_template_kwargs)
@@ -239,9 +238,9 @@ class Session:
         return forked_session
 
     def save(self, path: str | Path) -> None:
-        """Write the text and its KV caches to a file, for ``load`` in this process or another. The write is atomic.
+        """Write the text and its KV caches to a file, for ``load`` in any process. The write is atomic.
 
-        If a cache can't be written exactly (a stateful one in u8), it is left out with a warning.
+        A cache without an exact copy (a stateful cache in u8) is left out, with a warning.
 
         Raises:
             OvspecError: the file can't be written.
@@ -249,16 +248,15 @@ class Session:
         save_session(Path(path), self.runtime, self._claim_decoders(), self.mark())
 
     def load(self, path: str | Path) -> None:
-        """Replace this session's text and ``chat_template_kwargs`` by those that ``save`` wrote.
+        """Replace this session's text and ``chat_template_kwargs`` with the saved session.
 
         Generation continues token for token. If the caches were written with other settings or another version of
-        OpenVINO, the text is read again and a warning says so. If the file can't be loaded, this session keeps its
-        text.
+        OpenVINO, the text is prefilled again, with a warning. If loading fails, this session keeps its text.
 
         Raises:
             OvspecError: the file doesn't exist, is damaged, or belongs to another model.
         """
-        owner = next(SESSION_FILE_OWNERS)  # a file's caches may be anything, so no other text starts from them
+        owner = next(SESSION_FILE_OWNERS)  # a file's caches aren't trusted: no other text may reuse them
         mark = load_session(Path(path), self.runtime, self._claim_decoders(), owner)
         self._restore_mark(mark)
         self.sequence.owner = owner
@@ -275,10 +273,10 @@ class Session:
             self.runtime.decoder_pool.release(decoders)
 
     def _claim_decoders(self) -> DecoderSet:
-        """Cancel a stream that hasn't ended, and return the decoders; raises OvspecError for a closed session."""
+        """Cancel an unfinished stream and return the decoders; raises OvspecError for a closed session."""
         self._cancel_stream()
         if not self._decoders:
-            raise OvspecError("This session is closed; make a new one with session().")
+            raise OvspecError("The session is closed; open a new session with session().")
         return self._decoders
 
     def _restore_mark(self, mark: Mark) -> None:
@@ -302,12 +300,12 @@ class Session:
         return np.concatenate((self.sequence.tokens[: self._open_text_start], new_tokens))
 
     def _append_messages(self, messages: list[Message]) -> None:
-        """Render the whole chat, and keep the tokens of the text so far if the rendered chat begins with that text.
+        """Render the whole chat; if it begins with the text so far, keep the text's tokens.
 
-        The model may have split an answer into other tokens than the tokenizer would.
+        The model may have tokenised an answer differently from the tokenizer.
         """
         if len(self.sequence) and not self._messages:
-            raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
+            raise OvspecError("Chat messages can't be appended to plain text; start a new session.")
         check_value(self.chat_template_kwargs, GENERATE_OPTIONS["chat_template_kwargs"])
         chat = [*self.messages, *messages]
         tokenizer = self.runtime.prompt_encoder.tokenizer
@@ -325,7 +323,7 @@ class Session:
         self._freeze_tokens()
 
     def _freeze_tokens(self) -> None:
-        """Fix the tokens so far: they are neither healed nor tokenised again."""
+        """Fix the tokens so far: no more healing or tokenising of them."""
         self._open_text_start = self._healable_from = len(self.sequence)
         self._open_text = ""
         self._heals_by_default = False
@@ -339,7 +337,7 @@ class Session:
         candidate_tokens = [self._encode_continuation(text) for text in texts]
         text_sequence = Sequence(text_tokens)
         shared_length = min(measure_common_prefix(text_sequence, Sequence(tokens)) for tokens in candidate_tokens)
-        if not shared_length:  # every token of a short text would merge with what follows
+        if not shared_length:  # every token of a short text would merge with the next text
             candidate_tokens = [
                 np.concatenate((text_tokens, self.runtime.prompt_encoder.tokenizer.encode_continuation(text)))
                 for text in texts
@@ -355,12 +353,12 @@ class Session:
             stream.cancel()
 
     def _end_stream(self, row: Row, mark_before_stream: Mark) -> None:
-        """Cut the session's text to the text that the user saw of a stream that has ended.
+        """After a stream has ended, cut the session's text to the text shown to the user.
 
-        A stop string may begin inside a token: the text before it is encoded, and again when more is appended.
+        A stop string may begin inside a token: the text before it is encoded now, and again with later text.
         """
         if not row.token_ids:
-            self._restore_mark(mark_before_stream)  # healing may have taken back tokens that were not generated again
+            self._restore_mark(mark_before_stream)  # healing may have removed tokens without generating them again
             return
         self._freeze_tokens()
         if row.finish_reason != "stop":
@@ -392,14 +390,15 @@ def strip_eos(tokens: np.ndarray, eos_ids: frozenset[int]) -> np.ndarray:
 
 
 def refuse_late_options(params: Params) -> None:
-    """Raise OvspecError if ``params`` have an option that comes too late in a session."""
+    """Raise OvspecError for options too late for a session."""
     if params.retries:
-        raise OvspecError("`retries` can't be combined with a session, which continues from its text.")
+        raise OvspecError("`retries` can't be used in a session; leave it out.")
     for option in CHAT_OPTIONS:
         if getattr(params, option) != getattr(DEFAULT_PARAMS, option):
-            remedy = "call `generate` of the model with the messages"
+            remedy = "call the model's `generate` with the messages"
             if option == "chat_template_kwargs":
-                remedy = "set `chat_template_kwargs` of the session before you append them"
+                remedy = "set the session's `chat_template_kwargs` before you append messages"
             raise OvspecError(
-                f"`{option}` can't be given when a session generates: the messages are in the text already; {remedy}."
+                f"`{option}` can't be set when a session generates, because its messages are already rendered; "
+                f"{remedy}."
             )

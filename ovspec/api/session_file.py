@@ -33,15 +33,15 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Mark:
-    """The state of a session's text at some moment, for ``Session.rewind``.
+    """The state of a session's text, for ``Session.rewind``.
 
     tokens: (n,) int64.
     open_from, open_text: the text of the tokens from position ``open_from`` on; it is tokenised again together with
-        text that is appended.
-    healable: the first position that healing may take back; tokens before it were generated or made by a template.
+        appended text.
+    healable: the first position open to healing; earlier tokens were generated or made by a template.
     heals: whether the end of the text is healed by default.
-    messages: the messages of a chat, without the answer that follows them.
-    answer_from: the position where that answer begins.
+    messages: the messages of a chat, without the following answer.
+    answer_from: the position of the answer's beginning.
     chat_template_kwargs: the variables of the session's chat template, for its file; ``rewind`` leaves them alone.
     """
 
@@ -60,7 +60,7 @@ EMPTY_MARK = Mark(np.empty(0, dtype=np.int64))
 
 @dataclass(frozen=True)
 class SavedCacheDescription:
-    """What a saved KV cache was computed with, and how many tokens it holds."""
+    """The model, the settings and the number of tokens of a saved KV cache."""
 
     model: str
     setting: str
@@ -83,7 +83,7 @@ def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark)
         OvspecError: the file can't be written.
     """
     if path.is_dir():
-        raise OvspecError(f"{path} is a folder; name a file for the session.")
+        raise OvspecError(f"{path}: is a folder; give a file for the session.")
     mark_fields = asdict(mark)
     arrays: dict[str, np.ndarray] = {"tokens": mark_fields.pop("tokens")}
     cache_arrays: dict[str, np.ndarray] = {}
@@ -114,7 +114,7 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
 
 
 def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int) -> Mark:
-    """Fill ``decoders`` with the saved caches of ``owner``, as far as they fit, and return the text.
+    """Restore the saved caches of ``owner`` into ``decoders``, where they match, and return the text.
 
     Raises:
         OvspecError: the file doesn't exist, is damaged, or belongs to another model.
@@ -135,7 +135,7 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
         }
         has_features = FEATURES_OUTPUT in model.ir.outputs
         same_settings = header.caches.get(decoder_name) == describe_cache(model, cached_ids[decoder_name])
-        if not has_features:  # the head that it was saved with isn't there now
+        if not has_features:  # saved with a head, loaded without
             decoder_cache.pop(FEATURES_OUTPUT, None)
         if decoder_cache and same_settings:
             try:
@@ -158,16 +158,16 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
 
 
 def check_session_model(path: Path, model_folder: Path) -> None:
-    """Raise OvspecError if ``path`` holds no session of the model in ``folder``; its KV caches are not read."""
+    """Raise OvspecError unless ``path`` is a session of the model in ``model_folder``; skips the KV caches."""
     with open_session_file(path) as arrays:
         read_session_header(path, arrays, model_folder)
 
 
 @contextlib.contextmanager
 def open_session_file(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
-    """Open a session file, whose arrays are read on access.
+    """Open a session file; its arrays are read on access.
 
-    Raises OvspecError if the file can't be read, and for any error that reading a damaged one raises in the block.
+    Raises OvspecError if the file can't be read, and in place of any error in the block, caused by a damaged file.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -175,26 +175,26 @@ def open_session_file(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     except OvspecError:
         raise
     except FileNotFoundError:
-        raise OvspecError(f"{path}: no such file; name a file that a session was saved to.") from None
+        raise OvspecError(f"{path}: no such file; give the file of a saved session.") from None
     except OSError as error:
         raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
     except Exception as error:
-        raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from error
+        raise OvspecError(f"{path}: not a session file, or damaged; choose another.") from error
 
 
 def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], model_folder: Path) -> SessionHeader:
-    """Return the JSON part; raises OvspecError if the file is too new, or of another model than that in ``folder``."""
+    """Return the JSON part; raises OvspecError for a newer format or another model than in ``model_folder``."""
     header_fields = json.loads(arrays["about"].tobytes())
     if header_fields["format"] != FORMAT_VERSION:
-        raise OvspecError(f"{path}: format {str(header_fields['format'])[:20]} is not known; update ovspec.")
+        raise OvspecError(f"{path}: unknown format {str(header_fields['format'])[:20]}; update ovspec.")
     header = msgspec.convert(header_fields, SessionHeader)
     if header.caches["target"].model != hash_model_and_tokenizer(model_folder):
-        raise OvspecError(f"{path}: a session of another model than {model_folder}; load it with its own.")
+        raise OvspecError(f"{path}: saved with another model than {model_folder}; load the session's model.")
     return header
 
 
 def check_token_ids(array: np.ndarray) -> np.ndarray:
-    """Return ``array`` if it can be token ids, (n,) int64."""
+    """Return ``array`` if it has the form of token ids, (n,) int64."""
     require_valid(array.ndim == 1 and array.dtype == np.int64)
     return array
 
@@ -206,12 +206,12 @@ def require_valid(condition: bool) -> None:
 
 
 def describe_cache(model: CompiledModel, tokens: np.ndarray) -> SavedCacheDescription:
-    """Describe a cache of ``tokens`` (n,); only a saved cache with an equal description can be restored."""
+    """Describe a cache of ``tokens`` (n,); saved caches with another description can't be restored."""
     return SavedCacheDescription(hash_model_and_tokenizer(model.ir.folder), describe_cache_setting(model), len(tokens))
 
 
 def list_named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:
-    """Return (name, model, decoder) of the target and, if there is one, the draft."""
+    """Return (name, model, decoder) of the target and of the draft, if any."""
     draft_model = runtime.models.draft
     named_entries = [("target", runtime.models.target, decoders.target)]
     if draft_model and not draft_model.is_head:  # a head reads the target's features

@@ -1,4 +1,4 @@
-"""Time plain decoding and ways of proposing tokens on the same prompts, for ``ovspec bench`` and ``ovspec distill``."""
+"""Time plain decoding and drafters on the same prompts, for ``ovspec bench`` and ``ovspec distill``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PROMPTS_FILE = Path(__file__).with_name("bench_prompts.json")
 
 
 def default_prompts() -> list[str]:
-    """Return the prompts that are timed unless the user names others: code, an edit and prose."""
+    """Return the built-in prompts: code, an edit and prose."""
     return json.loads(PROMPTS_FILE.read_text("utf-8"))
 
 
 def time_modes(
     models: dict[str, LanguageModel], prompts: Sequence[Prompt], options: JsonObject, repeats: int
 ) -> dict[str, list[Result]]:
-    """Generate the texts in turns and return the results of each mode; a short warm-up is not counted."""
+    """Generate the texts in turns, after a short warm-up, and return the results of each mode."""
     results: dict[str, list[Result]] = {mode: [] for mode in models}
     turn_count = repeats * len(prompts)
     with show_step("warm-up", keep_line=True):
@@ -52,7 +52,7 @@ def generate_in_mode(
 
 
 def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain_results: list[Result]) -> JsonObject:
-    """Return the measurements of a mode, compared with ``plain_results`` as in ``ovspec.api.comparison``."""
+    """Return a mode's measurements relative to ``plain_results``, as in ``ovspec.api.comparison``."""
     proposed, accepted, token_count, round_count = (
         sum(getattr(result.stats, stat_name) for result in results)
         for stat_name in ("proposed", "accepted", "generated_tokens", "rounds")
@@ -79,7 +79,7 @@ def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain
 
 
 def format_mode_table(summaries: list[JsonObject]) -> str:
-    """Return the summaries aligned in columns, and below them why a mode has no clear speed-up."""
+    """Return the summaries as a table, with the reasons for unclear speed-ups below."""
     table_lines = [TABLE_COLUMNS, *map(format_cells, summaries)]
     widths = [max(map(len, column)) for column in zip(*table_lines, strict=True)]
     rows = [

@@ -1,1 +1,1 @@
-"""What everything else uses: errors, atomic files, bounded processes, progress and signals."""
+"""Basics for all other layers: errors, atomic files, bounded processes, progress and signals."""

@@ -1,17 +1,17 @@
-"""The exceptions whose messages are meant for the user."""
+"""Exceptions with messages for the user."""
 
 import errno
 
 
 class OvspecError(Exception):
-    """A problem that the user can act on. The message is one sentence that says what to do.
+    """A problem the user can fix. The message is one sentence and says what to do.
 
-    It names options as Python does, in backticks, as `draft` or `draft='lookup'`; the command line makes flags of them.
+    Options are written as in Python, in backticks: `draft` or `draft='lookup'`; the command line shows them as flags.
     """
 
 
 class PromptError(OvspecError):
-    """A prompt can't be used. ``too_long``: it has more tokens than the context."""
+    """A prompt is unusable. ``too_long``: it has more tokens than the context."""
 
     def __init__(self, message: str, too_long: bool = False) -> None:
         super().__init__(message)
@@ -19,20 +19,20 @@ class PromptError(OvspecError):
 
 
 class UnavailableError(OvspecError):
-    """Something that was needed is missing for now, through no fault of what was asked."""
+    """A required resource is unavailable for now; the request itself is valid."""
 
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: a disk or a quota is full
 
 
 class WriteError(OvspecError, OSError):
-    """A file couldn't be written, because its disk is full or for another reason of the system's."""
+    """A file couldn't be written: the disk is full, or another error of the system."""
 
     def __init__(self, file: object, error: OSError) -> None:
         reason = error.strerror or str(error)
-        super().__init__(f"{file}: can't be written ({reason}); make room for it, or name another place.")
+        super().__init__(f"{file}: can't be written ({reason}); free some space, or choose another place.")
         self.errno = error.errno
 
 
 class InferenceError(OvspecError):
-    """The model couldn't be computed, through no fault of the text."""
+    """Inference failed, through no fault of the text."""

@@ -25,7 +25,7 @@ from ovspec.base.json_types import JsonObject
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-RENAME_ATTEMPTS = 10  # for a file that another process has open for a moment
+RENAME_ATTEMPTS = 10  # because another process may have the file open for a moment
 RENAME_PAUSE_SECONDS = 0.1  # seconds between attempts
 WINDOWS_DEVICE_NAMES = {
     "CON",
@@ -34,10 +34,10 @@ WINDOWS_DEVICE_NAMES = {
     "NUL",
     *(f"{name}{digit}" for name in ("COM", "LPT") for digit in range(10)),
 }
-PARTIAL_SUFFIX = ".partial"  # ends the names of files that are being written
+PARTIAL_SUFFIX = ".partial"  # suffix of partly written files
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
-HOST_CODE = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
+HOST_CODE = f"{zlib.crc32(platform.node().encode()):x}"  # part of these names, because machines may share a folder
 
 
 def read_text(path: Path) -> str:
@@ -45,24 +45,24 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}; name a text file.") from None
+        raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}; give a text file.") from None
     except UnicodeDecodeError:
         raise OvspecError(f"{path}: not UTF-8 text; save it as UTF-8.") from None
     if not text.strip():
-        raise OvspecError(f"{path}: contains no text.")
+        raise OvspecError(f"{path}: contains no text; give a file with text.")
     return text
 
 
 def require_model_path(path: Path) -> Path:
-    """Return ``path``, of a model that is loaded; raise UnavailableError if it has been deleted since."""
+    """Return ``path``, the path of a loaded model; raise UnavailableError if it has been deleted since."""
     if not path.exists():
-        raise UnavailableError(f"{path}: deleted since the model was loaded; put it back, or load the model again.")
+        raise UnavailableError(f"{path}: deleted since the model was loaded; restore it, or load the model again.")
     return path
 
 
 @contextlib.contextmanager
 def name_write_errors(file: object) -> Iterator[None]:
-    """Name ``file`` in the error if it can't be written: the system's own names no file where a disk is full."""
+    """Name ``file`` in the error if it can't be written: for a full disk, the system's error names no file."""
     try:
         yield
     except WriteError:
@@ -84,16 +84,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def open_replacement(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success its file replaces ``path``, else it is deleted.
+    """Yield a temporary path next to ``path``; on success its file replaces ``path``, else it is deleted.
 
-    The new file keeps the old one's permissions and symbolic link. Even a power failure leaves one of the two.
+    The new file keeps the old file's permissions and symbolic link. After a power failure, one of the two is intact.
     """
     check_file_name(path)
     path = path.resolve()
     for leftover_path in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
         host_code, _, process_id = leftover_path.name.split(".")[-3].partition("-")
         if host_code == HOST_CODE and process_id.isdecimal() and not psutil.pid_exists(int(process_id)):
-            leftover_path.unlink(missing_ok=True)  # of a process that was killed
+            leftover_path.unlink(missing_ok=True)  # left by a killed process
     partial_path = path.with_name(f".{path.name}.{HOST_CODE}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
         with name_write_errors(path):
@@ -108,20 +108,20 @@ def open_replacement(path: Path) -> Iterator[Path]:
 
 
 def check_file_name(path: Path) -> None:
-    """Raise an OvspecError if a file or folder of this name can't be made on Windows, and this is Windows.
+    """On Windows, raise an OvspecError if a file or folder of this name can't be created there.
 
-    Such a file would be another one, a device or a stream of another file, and what is written to it lost.
+    Windows would open another file, a device or another file's stream instead, and the content would be lost.
     """
     stem = path.name.partition(".")[0].rstrip().upper()
     is_forbidden = (
         set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in WINDOWS_DEVICE_NAMES
     )
     if sys.platform == "win32" and is_forbidden:
-        raise OvspecError(f"{path}: Windows has no files of this name; choose another.")
+        raise OvspecError(f"{path}: not a valid file name on Windows; choose another.")
 
 
 def rename_with_retries(old_path: Path, new_path: Path) -> None:
-    """Rename a file to ``new_path``, which it replaces; Windows refuses that while another process has one open."""
+    """Rename a file to ``new_path``, replacing it; Windows refuses while another process has either file open."""
     for _ in range(RENAME_ATTEMPTS - 1):
         try:
             old_path.replace(new_path)
@@ -134,9 +134,9 @@ def rename_with_retries(old_path: Path, new_path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk, where the system can tell."""
+    """Wait until a file or folder is on the disk, on systems that can flush it."""
     with contextlib.suppress(OSError):
-        # Windows writes only files to the disk that are open for writing, and no folders.
+        # Windows flushes only files open for writing, and no folders.
         descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -145,13 +145,13 @@ def flush_to_disk(path: Path) -> None:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Return the object in a JSON file, or {} if there is no such file; raise an OvspecError if it is not valid."""
+    """Return the object in a JSON file, or {} if there is no such file; raise an OvspecError if it is invalid."""
     if not path.is_file():
         return {}
     try:
         text = path.read_bytes().decode("utf-8-sig")
         content = json.loads(text)
-        if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which no text or file name may hold
+        if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which is invalid in texts and file names
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise OvspecError(f"{path}: not valid JSON ({str(error)[:200]}); export the model again.") from None
@@ -163,8 +163,8 @@ def read_json(path: Path) -> JsonObject:
 def read_dataclass(dataclass_type: type[T], path: Path) -> T:
     """Return the object in a JSON file, or {} if there is no such file, as the dataclass ``dataclass_type``.
 
-    Entries that ``dataclass_type`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value
-    doesn't fit.
+    Entries not declared in ``dataclass_type`` are ignored. Raises OvspecError like ``read_json``, or if a value doesn't
+    fit.
     """
     import msgspec  # deferred, because it takes 40 ms
 
@@ -172,11 +172,11 @@ def read_dataclass(dataclass_type: type[T], path: Path) -> T:
         return msgspec.convert(read_json(path), dataclass_type, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         problem = str(error).replace("`", "").replace(" - at $.", ": ")
-        raise OvspecError(f"{path}: not as expected ({problem[:200]}); export the model again.") from None
+        raise OvspecError(f"{path}: invalid ({problem[:200]}); export the model again.") from None
 
 
 def read_cached(dataclass_type: type[T], path: Path | None) -> T | None:
-    """Return the dataclass that ``write_cached`` wrote to ``path``; None if it is missing, damaged or outdated."""
+    """Return the dataclass written to ``path`` by ``write_cached``; None if it is missing, damaged or outdated."""
     try:
         return read_dataclass(dataclass_type, path) if path and path.is_file() else None
     except (OvspecError, OSError):

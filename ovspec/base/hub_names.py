@@ -27,7 +27,7 @@ class HubName:
 
     @property
     def name_without_commit(self) -> str:
-        """The name for messages: a commit is long, and the manifest has it apart."""
+        """The name for messages: without the commit, which is long and also in the manifest."""
         is_commit = bool(self.revision and COMMIT.fullmatch(self.revision))
         return str(replace(self, revision=None) if is_commit else self)
 
@@ -37,10 +37,10 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return the model that ``name`` refers to on the hub; None if it isn't a hub id, but perhaps a path.
+    """Return the hub model named ``name``; None if it isn't a hub id, but perhaps a path.
 
     Raises:
-        OvspecError: there is nothing after its ``@`` or ``:``.
+        OvspecError: nothing follows its ``@`` or ``:``.
     """
     match = HUB_NAME.fullmatch(name)
     if not match or name.lower().endswith(".gguf"):

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals: what holds them back, and how they end a command; the server leaves its own to uvicorn."""
+"""Ctrl-C and other signals: how they are delayed, and how they end a command. The server leaves signals to uvicorn."""
 
 import contextlib
 import signal
@@ -13,10 +13,10 @@ END_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGBREAK
 
 
 class DelayedInterrupts:
-    """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
+    """Delays Ctrl-C until the end of a round, to keep KV cache and text consistent.
 
-    While ``delaying`` is set, Ctrl-C only sets ``ctrl_c_pressed``, and a prompt is read no further; otherwise it goes
-    to the previous handler at once.
+    While ``delaying`` is set, Ctrl-C only sets ``ctrl_c_pressed``, and prefill stops; otherwise it goes to the previous
+    handler at once.
 
     The handler is installed once for a whole generation: installing it every round would cost half as much as
     the rest of the loop. Outside the main thread, where Python handles no signals, the class does nothing.
@@ -26,14 +26,14 @@ class DelayedInterrupts:
         self.delaying = self.ctrl_c_pressed = self._stopped = False
         self._previous_handler: Any = None
         handler = signal.getsignal(signal.SIGINT)
-        # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
+        # A process that was started with Ctrl-C ignored, such as one in the background, keeps ignoring it.
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._previous_handler = handler
             signal.signal(signal.SIGINT, self._handle_interrupt)
             ACTIVE_DELAYS.append(self)
 
     def restore_handler(self) -> None:
-        """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
+        """Restore the previous handler, skipping handlers of stopped streams: streams may end in any order."""
         self._stopped = True
         if self in ACTIVE_DELAYS:
             ACTIVE_DELAYS.remove(self)
@@ -57,14 +57,14 @@ class DelayedInterrupts:
             self._previous_handler(*arguments)
 
 
-ACTIVE_DELAYS: list[DelayedInterrupts] = []  # of the main thread, the only one that Python tells of Ctrl-C
+ACTIVE_DELAYS: list[DelayedInterrupts] = []  # of the main thread, the only thread that gets Ctrl-C in Python
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C is held back until the calling thread has computed a round.
+    """Raise KeyboardInterrupt if Ctrl-C is pending until the calling thread has finished a round.
 
-    Called between inferences. Ending one early would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4 may
-    compute with shapes of the cancelled inference.
+    Called between inferences. Cancelling an inference would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4
+    may compute with shapes of the cancelled inference.
     """
     if threading.current_thread() is threading.main_thread() and any(delay.ctrl_c_pressed for delay in ACTIVE_DELAYS):
         raise KeyboardInterrupt
@@ -80,7 +80,7 @@ class EndSignal:
 def end_on_signals() -> EndSignal:
     """Make SIGHUP (a closed terminal), SIGBREAK and SIGTERM act as Ctrl-C, and note the exit code.
 
-    A signal that is ignored, as nohup lets SIGHUP be, stays ignored.
+    An ignored signal, such as SIGHUP under nohup, stays ignored.
     """
     end_signal = EndSignal()
 
@@ -97,7 +97,7 @@ def end_on_signals() -> EndSignal:
 
 
 def exit_if_ended(end_signal: EndSignal) -> None:
-    """Exit if a signal has ended the command, undisturbed by further ones."""
+    """Exit if a signal has ended the command, ignoring further signals."""
     if end_signal.exit_code:
         for signal_number in (*END_SIGNALS, signal.SIGINT):
             signal.signal(signal_number, signal.SIG_IGN)
@@ -106,7 +106,7 @@ def exit_if_ended(end_signal: EndSignal) -> None:
 
 @contextlib.contextmanager
 def ignore_signals() -> Iterator[None]:
-    """Ignore the signals that could end the process, so that a file is saved whole."""
+    """Ignore the signals that could end the process, so that a file is saved completely."""
     previous_handlers = {
         signal_number: signal.signal(signal_number, signal.SIG_IGN) for signal_number in (*END_SIGNALS, signal.SIGINT)
     }

@@ -1,8 +1,8 @@
-"""Names for data that came as JSON, whose shape is checked where it is read."""
+"""Types for parsed JSON; the code that reads a value checks its shape."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
 JsonObject: TypeAlias = dict[str, Any]
-JsonValue: TypeAlias = Any  # an object, a list, a string, a number, a boolean or None; type checkers can't narrow more
+JsonValue: TypeAlias = Any  # an object, list, string, number, boolean or None; type checkers can't narrow it further

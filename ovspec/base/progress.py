@@ -1,4 +1,4 @@
-"""Say on stderr what takes long: in a line that is updated on a terminal, in lines of their own elsewhere."""
+"""Show slow steps on stderr: in an updated line on a terminal, in separate lines elsewhere."""
 
 import contextlib
 import shutil
@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-SHOW_AFTER_SECONDS = 1.0  # seconds that a step may take before it is shown
-REPEAT_AFTER_SECONDS = 60.0  # seconds until it is shown again where lines stay, if its text has changed
-CLEAR_REST_OF_LINE = "\x1b[K"  # removes what a terminal shows in the rest of the line
+SHOW_AFTER_SECONDS = 1.0  # seconds a step may take before it is shown
+REPEAT_AFTER_SECONDS = 60.0  # seconds until a changed text is shown again, where lines stay
+CLEAR_REST_OF_LINE = "\x1b[K"  # erases to the end of the terminal's line
 CLEAR_LINE = f"\r{CLEAR_REST_OF_LINE}"
 
 
 @dataclass
 class ProgressStep:
-    """A step in progress. ``text`` may change meanwhile; ``result``, such as a size, is shown after its time."""
+    """A step in progress. ``text`` may change during the step; ``result``, such as a size, is shown after its time."""
 
     text: str
     result: str = ""
@@ -27,7 +27,7 @@ RUNNING_STEPS: list[ProgressStep] = []  # the innermost last
 
 
 def describe_running_step() -> str:
-    """Return the innermost step that runs in this process, and for how long it does; empty if there is none."""
+    """Return the innermost running step of this process and its time so far; empty if there is none."""
     if not RUNNING_STEPS:
         return ""
     return f"{RUNNING_STEPS[-1].text}, {time.monotonic() - RUNNING_STEPS[-1].start_time:.0f} s"
@@ -35,13 +35,13 @@ def describe_running_step() -> str:
 
 def print_note(text: str) -> None:
     """Print a line, such as a warning or a result."""
-    with contextlib.suppress(OSError):  # a full disk that stderr is written to stops nothing
+    with contextlib.suppress(OSError):  # with stderr redirected to a full disk, work continues
         print(CLEAR_LINE * on_terminal() + text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def show_step(text: str, keep_line: bool = False) -> Iterator[ProgressStep]:
-    """Show ``text`` while the block runs, if that takes long. With ``keep_line``, a line with its time stays."""
+    """Show ``text`` while the block runs, if it is slow. With ``keep_line``, a line with the time stays."""
     shown_step = ProgressStep(text)
     start_time = shown_step.start_time
     has_ended = threading.Event()

@@ -1,4 +1,4 @@
-"""Processes that handle untrusted input and are stopped when they take too much time or memory."""
+"""Processes for untrusted input, stopped when they take too much time or memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import psutil
 from ovspec.base.errors import UnavailableError
 from ovspec.base.json_types import JsonObject, JsonValue
 
-MAX_PROCESSES = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
-MAX_START_SECONDS = 60.0  # seconds that a process may take to start
-# A request fails when the deaths of its processes count this much. The more likely it is at fault, the more they do.
+MAX_PROCESSES = 4  # processes of a kind, so that a slow request doesn't block all others
+MAX_START_SECONDS = 60.0  # seconds a process may take to start
+# A request fails when its processes' deaths weigh this much. The likelier it is at fault, the more a death weighs.
 MAX_DEATH_WEIGHT = 30
 CRASHED_DEATH_WEIGHT = 15
 KILLED_DEATH_WEIGHT = 5
 NOT_STARTED_DEATH_WEIGHT = 1
-# Exit codes of a process that crashed, rather than being killed by the system or by somebody.
+# Exit codes of a crashed process; a process killed from outside has others.
 CRASH_EXIT_CODES = {
     -getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
 }
-ANSWERING_STACK_BYTES = 8 << 20  # bytes, of the thread that answers on Windows
-MAX_WAIT_FACTOR = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
-# What Python and the system's loader need, on Windows also to find packages that a user has installed for himself. A
-# template or a grammar can't leak the rest.
+ANSWERING_STACK_BYTES = 8 << 20  # bytes, for the answering thread on Windows
+MAX_WAIT_FACTOR = 6  # a request may wait this many times its CPU time limit, because the machine may be busy
+# Needed by Python and the system's loader; on Windows also to find the user's own packages. Templates and grammars
+# can't leak any other variable.
 PASSED_ENVIRONMENT_VARIABLES = (
     "PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "TMPDIR", "TEMP", "TMP",
     "SYSTEMROOT", "APPDATA", "USERPROFILE", "HOME",
@@ -44,7 +44,7 @@ class SandboxLimitExceeded(Exception):
 
 
 class SandboxProcessDied(Exception):
-    """A process has ended without an answer; the message says how, and ``weight`` is one of the numbers above."""
+    """A process has ended without an answer; the message says how, and ``weight`` is a number from above."""
 
     def __init__(self, manner_of_death: str, weight: int = KILLED_DEATH_WEIGHT) -> None:
         super().__init__(manner_of_death)
@@ -52,7 +52,7 @@ class SandboxProcessDied(Exception):
 
 
 class SandboxProcess(psutil.Popen):
-    """A process that serves requests. ``ready``: it has started to."""
+    """A process for requests. ``ready``: it has started serving."""
 
     ready = False
 
@@ -62,7 +62,7 @@ class SandboxProcess(psutil.Popen):
         self.communicate()
 
     def explain_death(self) -> SandboxProcessDied:
-        """Return how this process, which has ended, did so."""
+        """Return how this process ended."""
         if not self.ready:
             return SandboxProcessDied("did not start", NOT_STARTED_DEATH_WEIGHT)
         has_crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
@@ -73,7 +73,7 @@ class SandboxProcess(psutil.Popen):
         )
 
     def measure_usage(self) -> tuple[float, int]:
-        """Return the seconds of computing and the bytes of memory that it has used; zeros if it has just ended."""
+        """Return CPU seconds and bytes of memory used by the process; zeros if it has just ended."""
         try:
             cpu_times = self.cpu_times()
             return cpu_times.user + cpu_times.system, self.memory_info().rss
@@ -82,11 +82,11 @@ class SandboxProcess(psutil.Popen):
 
 
 class SandboxPool:
-    """Runs ``module``, which serves requests, in a few processes that are started when they are needed and then kept.
+    """Runs ``module``, a server of requests, in a few processes, started on demand and then kept.
 
-    An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
-    of one. An answer may take ``max_seconds`` of computing, and a process ``max_bytes`` bytes of memory. Errors say
-    what the processes do with ``purpose``, as in "renders chat templates".
+    Compiled code can run for hours or fill the memory, and can be stopped only by ending its process. An answer may
+    take ``max_seconds`` of CPU time, and a process ``max_bytes`` bytes of memory. Errors state the processes'
+    ``purpose``, as in "renders chat templates".
     """
 
     def __init__(self, module: str, purpose: str, max_seconds: float, max_bytes: int) -> None:
@@ -101,7 +101,7 @@ class SandboxPool:
     def ask(self, request: str) -> JsonObject:
         """Return the module's answer to a one-line request.
 
-        A process that dies is replaced by a new one: the system kills processes where memory runs out.
+        A new process replaces a process that dies: the system kills processes where memory runs out.
 
         Raises:
             SandboxLimitExceeded: the request made its process exceed a limit, or made processes crash.
@@ -117,19 +117,19 @@ class SandboxPool:
         if sum(death.weight for death in deaths if death.weight == CRASHED_DEATH_WEIGHT) >= MAX_DEATH_WEIGHT:
             raise SandboxLimitExceeded("ended without an answer")
         death_text = f"{deaths[-1]}, {len(deaths)} times"
-        raise UnavailableError(f"The process that {self.purpose} {death_text}; see that memory is free, and try again.")
+        raise UnavailableError(f"The process that {self.purpose} {death_text}; free some memory, and try again.")
 
     def _ask_process(self, request: str) -> JsonObject:
-        """Return the answer of one process; raises SandboxLimitExceeded or SandboxProcessDied if there is none."""
+        """Return one process's answer; raises SandboxLimitExceeded or SandboxProcessDied if there is none."""
         process = self._pop_idle_process() or self._start_process()
         try:
             answer = json.loads(self._exchange_lines(process, request))
         except BaseException as error:
-            process.end()  # the next request must not get a late answer to this one
-            if isinstance(error, ValueError):  # no answer, or part of one
+            process.end()  # the next request must not get a late answer to this request
+            if isinstance(error, ValueError):  # no answer, or part of an answer
                 raise process.explain_death() from None
             raise
-        # Otherwise what is left there would be counted as the next request's.
+        # Otherwise the memory still in use would be counted against the next request.
         if process.measure_usage()[1] < self.max_bytes / 2:
             self.idle_processes.append(process)
         else:
@@ -137,7 +137,7 @@ class SandboxPool:
         return answer
 
     def _pop_idle_process(self) -> SandboxProcess | None:
-        """Take a process that is alive from the idle ones; None if there is none."""
+        """Pop a live process from the idle ones; None if there is none."""
         while True:
             try:
                 process = self.idle_processes.pop()
@@ -148,7 +148,7 @@ class SandboxPool:
             process.end()
 
     def _exchange_lines(self, process: SandboxProcess, request: str) -> str:
-        """Send a request and return the answer; keep to the limits meanwhile."""
+        """Send a request and return the answer, within the limits."""
         answers: list[str] = []
 
         def exchange() -> None:
@@ -178,13 +178,13 @@ class SandboxPool:
             elif cpu_seconds - cpu_seconds_before > self.max_seconds:
                 raise SandboxLimitExceeded(f"ran longer than {self.max_seconds:g} seconds")
             elif waited_seconds > MAX_START_SECONDS + MAX_WAIT_FACTOR * self.max_seconds:  # the machine was busy
-                raise SandboxProcessDied("got no time to answer")
+                raise SandboxProcessDied("got no CPU time")
             if used_bytes > self.max_bytes:
-                raise SandboxLimitExceeded(f"took more than {self.max_bytes // 1_000_000} MB of memory")
+                raise SandboxLimitExceeded(f"used more than {self.max_bytes // 1_000_000} MB of memory")
         return answers[0]
 
     def _start_process(self) -> SandboxProcess:
-        """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
+        """Start a process. It ends when its standard input closes, so it doesn't outlive its parent."""
         python, environment = find_interpreter()
         try:
             return SandboxProcess(
@@ -200,16 +200,16 @@ class SandboxPool:
             raise SandboxProcessDied(f"could not be started ({error})", NOT_STARTED_DEATH_WEIGHT) from None
 
     def end_idle_processes(self) -> None:
-        """Stop the idle processes; the next request starts another one."""
+        """Stop the idle processes; the next request starts a new process."""
         while process := self._pop_idle_process():
             process.end()
 
 
 def find_interpreter() -> tuple[str, dict[str, str]]:
-    """Return the program that runs Python, and variables with which it finds the packages of this process.
+    """Return the Python interpreter, and the environment variables with which it finds this process's packages.
 
-    On Windows, the ``python.exe`` of a virtual environment only starts another one, whose time and memory nobody would
-    see, and which goes on when the first one is ended. The other one learns of the environment as in multiprocessing.
+    On Windows, the ``python.exe`` of a virtual environment only starts another interpreter, whose time and memory would
+    escape the limits. So that interpreter is started directly, with the environment set as in multiprocessing.
     """
     base_executable = getattr(sys, "_base_executable", sys.executable)
     if sys.platform == "win32" and base_executable != sys.executable:
@@ -218,32 +218,32 @@ def find_interpreter() -> tuple[str, dict[str, str]]:
 
 
 def serve_requests(answer_request: Callable[[JsonValue], JsonObject]) -> None:
-    """Answer each request on standard input. Called by a module that a ``SandboxPool`` runs."""
+    """Answer each request on standard input. Called by modules run in a ``SandboxPool``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent process
     max_seconds = float(sys.argv[1])
     max_bytes = int(sys.argv[2])
     limit_memory(2 * max_bytes)
-    sys.setrecursionlimit(10_000)  # what the parent process could write as JSON can be read
+    sys.setrecursionlimit(10_000)  # deep enough to read any JSON from the parent process
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
 
     def answer_requests() -> None:
         print("ready", flush=True)
         for request_line in sys.stdin:
-            set_alarm(2 * MAX_WAIT_FACTOR * max_seconds)  # if the parent process is gone, nobody else stops this one
+            set_alarm(2 * MAX_WAIT_FACTOR * max_seconds)  # if the parent process is gone, this alone stops this process
             reply = json.dumps(answer_request(json.loads(request_line)))
             set_alarm(0)
             print(reply, flush=True)
 
     if sys.platform != "win32":
         return answer_requests()
-    threading.stack_size(ANSWERING_STACK_BYTES)  # that of the main thread is eight times smaller there than elsewhere
+    threading.stack_size(ANSWERING_STACK_BYTES)  # eight times more than the main thread has there
     answering_thread = threading.Thread(target=answer_requests)
     answering_thread.start()
     return answering_thread.join()
 
 
 def limit_memory(added_bytes: int) -> None:
-    """Let this process take at most ``added_bytes`` bytes more than it has, where the system can limit that."""
+    """Limit this process to ``added_bytes`` bytes more than it has now, on systems that can limit it."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -253,6 +253,6 @@ def limit_memory(added_bytes: int) -> None:
 
 
 def set_alarm(seconds: float) -> None:
-    """End this process after ``seconds``, where the system can do that; 0 takes it back."""
+    """End this process after ``seconds``, on systems with alarms; 0 cancels the alarm."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)

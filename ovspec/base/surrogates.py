@@ -1,13 +1,13 @@
-"""Halves of surrogate pairs, which programs in JavaScript leave where they cut a text in the middle of a character."""
+"""Halves of surrogate pairs, which JavaScript programs produce by cutting a text in the middle of a character."""
 
 import re
 
-# Escapes in JSON: backslashes, a whole pair, half of one. The first two are matched so that the third is in neither.
+# Escapes in JSON: backslashes, a whole pair, half of a pair. The first two are matched to leave only true halves.
 JSON_ESCAPES = re.compile(
     r"(?:\\\\)+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 
 
 def replace_half_surrogates(json_text: str) -> str:
-    """Return JSON with U+FFFD instead of each half of a surrogate pair, which isn't valid Unicode."""
+    """Return JSON with U+FFFD in place of each half of a surrogate pair, which is invalid Unicode."""
     return JSON_ESCAPES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], json_text)

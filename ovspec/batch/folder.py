@@ -29,7 +29,7 @@ class BatchFile:
 
     requests_path: its path on its filesystem.
     results_path: the path or URI of the results.
-    partial_path: of a file in a folder: the path next to which its partial results are.
+    partial_path: of a file in a folder: the path that its partial results are next to.
     size_and_time: of a file in a folder: its size and time.
     """
 
@@ -40,12 +40,12 @@ class BatchFile:
 
     @property
     def partial_results_path(self) -> Path:
-        """The path next to which the partial results are."""
+        """The path that partial results are next to."""
         return self.partial_path or find_partial_results_path(self.results_path)
 
 
 def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
-    """Return the filesystem of a path or URI, and its file's info; raises OvspecError if it can't be reached."""
+    """Return the filesystem of a path or URI, and its file's info; raises OvspecError if it is unreachable."""
     try:
         if "://" in path_or_uri:
             filesystem, path = fs.FileSystem.from_uri(path_or_uri)
@@ -58,7 +58,7 @@ def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
 
 
 def find_partial_results_path(output: str) -> Path:
-    """Return the path next to which partial results are: ``output``, or a path in the cache for object storage."""
+    """Return the path that partial results are next to: ``output``, or a path in the cache for object storage."""
     if "://" not in output:
         return Path(output).absolute()
     return default_cache_dir() / "ray" / "outputs" / hashlib.sha256(output.encode()).hexdigest()[:16]
@@ -77,34 +77,34 @@ def join_path(folder: str, file_name: str) -> str:
 
 
 def delete_partial_results(output: str) -> None:
-    """Delete the folder of partial results, which are all in ``output`` now."""
+    """Delete the folder of partial results, now complete in ``output``."""
     shutil.rmtree(append_ending(find_partial_results_path(output), ".partial"), ignore_errors=True)
 
 
 def find_batch_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.FileSystem, list[BatchFile]]:
     """Return the files to read, and their filesystem. The results of files in a folder go to files in ``output``.
 
-    Names that begin with a dot or an underscore are left out. Without a source, there is one file, which isn't read.
+    Names starting with a dot or an underscore are left out. Without a source, there is one file, and it isn't read.
 
-    Raises OvspecError if there is nothing to read, if the results would be among the requests, or if ``output``
-    exists and is neither to be replaced nor a folder that an earlier run left unfinished.
+    Raises OvspecError if there is nothing to read, if the results would be among the requests, or if ``output`` exists
+    and is neither to be replaced nor a folder left unfinished by an earlier run.
     """
     output_filesystem, output_info = find_file_info(output)
     partial_folder = append_ending(find_partial_results_path(output), ".partial")
     if output_info.type is not fs.FileType.NotFound and not overwrite and not partial_folder.is_dir():
-        raise OvspecError(f"{output} already exists; name another `output`, or set `overwrite=True`.")
+        raise OvspecError(f"{output} already exists; choose another `output`, or set `overwrite=True`.")
     if source is None:
         return fs.LocalFileSystem(), [BatchFile("", output)]
     filesystem, source_info = find_file_info(source)
     files = list[BatchFile]()
     if source_info.type is fs.FileType.Directory:
         if output_filesystem == filesystem and f"{output_info.path}/".startswith(f"{source_info.path}/"):
-            raise OvspecError(f"{output} is in the folder of the requests; name another `output`.")
+            raise OvspecError(f"{output} is inside the input folder; choose another `output`.")
         files = list_batch_files(filesystem, source_info.path, output, partial_folder)
     elif source_info.is_file and source_info.path.endswith(REQUEST_FILE_ENDINGS):
         files = [BatchFile(source_info.path, output)]
     if not files:
-        raise OvspecError(f"{source}: there is no file whose name ends in {', '.join(REQUEST_FILE_ENDINGS)}.")
+        raise OvspecError(f"{source}: contains no request files ({', '.join(REQUEST_FILE_ENDINGS)}).")
     return filesystem, files
 
 
@@ -136,7 +136,7 @@ def read_file_requests(path: str, content: bytes | None) -> list[BatchRequest]:
 
 
 def write_results(results_path: str, lines: list[JsonObject]) -> None:
-    """Write output lines, in a ``.parquet`` file as the columns of ``lines_to_columns``, whole or not at all."""
+    """Write output lines, in a ``.parquet`` file as the columns of ``lines_to_columns``, completely or not at all."""
     buffer = pyarrow.BufferOutputStream()
     if results_path.endswith(".parquet"):
         parquet.write_table(pyarrow.Table.from_pydict(lines_to_columns(lines), PARQUET_SCHEMA), buffer)

@@ -1,4 +1,4 @@
-"""Files of requests in groups of lines that are run in any order, and their results so far."""
+"""Files of requests in groups of lines, run in any order, and their results so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ovspec.batch.requests import BatchRequest
 from ovspec.batch.resumable_run import BatchProgress
 from ovspec.batch.run import count_generated_tokens
 
-# Lines of a group, and groups of a file for each worker, so that none is idle for long at the end.
+# Lines per group, and groups of a file per worker, so that no worker is idle for long at the end.
 MAX_GROUP_LINES = 16
 GROUPS_PER_WORKER = 16
 
@@ -25,9 +25,9 @@ class RequestGroup:
     file_number: of the file.
     file_line_count: the number of all lines of the file.
     keys: of each line of the group.
-    requests: of the lines that are to be generated.
+    requests: of the lines to generate.
     lines: output lines.
-    worker_deaths: the number of workers that died with this group.
+    worker_deaths: number of workers that died running this group.
     """
 
     file_number: int
@@ -43,7 +43,7 @@ class RequestGroup:
         self.requests = {}
 
     def split_by_request(self) -> Iterator[RequestGroup]:
-        """Yield a group for each request; the first one has the keys of the other lines, too."""
+        """Yield a group for each request; the first has the keys of the other lines, too."""
         group_keys = {index: key for index, key in self.keys.items() if index not in self.requests}
         for index, request in self.requests.items():
             group_keys[index] = self.keys[index]
@@ -60,8 +60,8 @@ def make_groups(
 
     Args:
         file_number: the number of the file.
-        run_identity: everything that results depend on, see ``make_run_identity``.
-        finished_keys: the keys of lines that an earlier run finished.
+        run_identity: everything that affects results, see ``make_run_identity``.
+        finished_keys: the keys of lines finished by an earlier run.
         worker_count: the number of workers.
     """
     result_keys = [result_fingerprint(request, run_identity) for request in requests]
@@ -84,8 +84,8 @@ def make_groups(
 class ResultCollector:
     """Collects the results of each file, and writes the file when it has all.
 
-    unfinished_file_numbers: the files that no earlier run finished: their numbers, by path.
-    finished_keys: the keys of the lines that earlier runs finished, by path.
+    unfinished_file_numbers: the numbers of the files not finished by earlier runs, by path.
+    finished_keys: the keys of the lines finished by earlier runs, by path.
     """
 
     def __init__(self, files: list[BatchFile], run_identity: str, progress: BatchProgress) -> None:
@@ -101,7 +101,7 @@ class ResultCollector:
         }
 
     def collect_group(self, group: RequestGroup) -> None:
-        """Keep the lines of ``group``, and write its file if they are the last ones."""
+        """Keep the lines of ``group``, and write its file if they complete it."""
         partial_results, line_keys = self._open_partial_results(group.file_number)
         if not line_keys:
             self.progress.total += group.file_line_count
@@ -129,7 +129,7 @@ class ResultCollector:
             partial_results.close()
 
     def _load_finished_keys(self, file_number: int) -> frozenset[str]:
-        """Return the keys of the lines of a file that an earlier run finished."""
+        """Return the keys of the lines of a file finished by an earlier run."""
         has_partial_results = append_ending(self._files[file_number].partial_results_path, ".partial").exists()
         return self._open_partial_results(file_number)[0].keys() if has_partial_results else frozenset()
 
@@ -139,7 +139,7 @@ class ResultCollector:
         return self._open_results[file_number]
 
     def _was_finished(self, file: BatchFile) -> bool:
-        """Return whether an earlier run finished a file of a folder as it is now."""
+        """Return whether an earlier run finished a file of a folder in its present version."""
         mark_file = append_ending(file.partial_results_path, ".done")
         if not file.size_and_time or not mark_file.is_file():
             return False

@@ -19,8 +19,8 @@ from ovspec.batch.requests import BatchRequest
 class PartialResults:
     """The results so far, in a file next to the output, so that an interrupted run needn't generate them again.
 
-    Each result is stored under its ``result_fingerprint``: if the line, the model or an option has changed since, it is
-    generated again.
+    Each result is stored under its ``result_fingerprint``: if the line, the model or an option has changed since, the
+    result is generated again.
     """
 
     def __init__(self, output: Path) -> None:
@@ -31,12 +31,14 @@ class PartialResults:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise OvspecError(f"{output}: another batch is writing it; wait for it, or name another output.") from None
+            raise OvspecError(
+                f"{output}: another batch is writing to it; wait for it, or choose another output."
+            ) from None
         self._lines = dict[str, JsonObject]()
         self._stream = self.file.open("a", encoding="utf-8", newline="\n")
         *lines, cut_off_line = self.file.read_text(encoding="utf-8", errors="replace").split("\n")
         for line in lines:
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut off earlier
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off earlier
                 entry = json.loads(line)
                 self._lines[entry["key"]] = entry["line"]
         if cut_off_line:
@@ -58,12 +60,12 @@ class PartialResults:
         return [self._lines[key] for key in keys]
 
     def delete_file(self) -> None:
-        """Delete the file, whose results are all in the output now."""
+        """Delete the file; all its results are in the output now."""
         self._stream.close()
         self.file.unlink()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which ``store_line`` has reported
+        with contextlib.suppress(OSError):  # a full disk, already reported by ``store_line``
             self._stream.close()
         with contextlib.suppress(OSError):  # Windows can't delete an open file
             Path(self._lock.lock_file).unlink()
@@ -71,8 +73,8 @@ class PartialResults:
 
 
 def result_fingerprint(request: BatchRequest, run_identity: str) -> str:
-    """Return a key made from everything that the result of ``request`` depends on."""
-    prompts = repr((request.text_request.prompts, request.error))  # which a command's options may change
+    """Return a key made from everything that affects the result of ``request``."""
+    prompts = repr((request.text_request.prompts, request.error))  # a command's options may change these
     identity_text = "\0".join((run_identity, request.id, request.source, prompts))
     return hashlib.sha256(identity_text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 

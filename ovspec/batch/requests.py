@@ -33,13 +33,13 @@ BODY_OF_KIND: dict[RequestKind, type[OpenAIBody]] = {
     "completion": CompletionBody,
     "chat": ChatBody,
 }
-# Fields that only the server knows, and options that the command sets for all lines.
+# Fields for the server alone, and options set for all lines by the command.
 FIELDS_REFUSED_IN_BATCH = ("stream_options", "draft", "return_record", *SERVER_OPTIONS)
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line: a request, or the ``error`` found in it."""
+    """One line: a request, or its ``error``."""
 
     id: str
     source: str
@@ -48,7 +48,7 @@ class BatchRequest:
 
 
 def make_prompt_request(request_id: str, source: str, prompt: str) -> BatchRequest:
-    """Return the request in a line that has only a prompt."""
+    """Return the request for a line with only a prompt."""
     return BatchRequest(request_id, source, TextRequest("batch_line", [prompt], return_record=True))
 
 
@@ -66,7 +66,7 @@ def parse_row(cell: JsonValue, default_id: str) -> BatchRequest:
 
 
 def drop_missing_fields(value: Any) -> JsonValue:
-    """Return a value of a table in Python's types, without the fields that only other rows have."""
+    """Return a table's value in Python's types, without fields from other rows."""
     if isinstance(value, dict):
         return {
             field_name: drop_missing_fields(field_value)
@@ -79,9 +79,9 @@ def drop_missing_fields(value: Any) -> JsonValue:
 
 
 def parse_lines(file_text: str, are_prompts: bool = False) -> list[BatchRequest]:
-    """Return a request for each line that isn't blank. If ``are_prompts``, each line is a prompt.
+    """Return a request for each nonblank line. If ``are_prompts``, each line is a prompt.
 
-    A line without an id, or with an id that was used before, is named by its number.
+    A line without an id, or with a repeated id, is named by its number.
     """
     requests = list[BatchRequest]()
     used_ids = set[str]()
@@ -95,7 +95,7 @@ def parse_lines(file_text: str, are_prompts: bool = False) -> list[BatchRequest]
 
 
 def parse_rows(rows: Iterable[JsonValue]) -> list[BatchRequest]:
-    """Return a request for each row of a table; one without an id is named by its number."""
+    """Return a request for each row of a table; a row without an id is named by its number."""
     used_ids = set[str]()
     numbered_rows = enumerate(rows, 1)
     return [
@@ -105,10 +105,10 @@ def parse_rows(rows: Iterable[JsonValue]) -> list[BatchRequest]:
 
 
 def ensure_unique_id(request: BatchRequest, default_id: str, used_ids: set[str]) -> BatchRequest:
-    """Return ``request``, or, if its id is among ``used_ids``, an error with another id; its id is added to them."""
+    """Return ``request``, or, if its id is among ``used_ids``, an error with another id; adds its id to them."""
     if request.id in used_ids:
         new_id = default_id
-        while new_id in used_ids:  # a line before has it as its own id
+        while new_id in used_ids:  # it is the id of an earlier line
             new_id = f"line {new_id}"
         request = replace(request, id=new_id, error=f"The id {request.id!r} is used twice.")
     used_ids.add(request.id)
@@ -116,7 +116,7 @@ def ensure_unique_id(request: BatchRequest, default_id: str, used_ids: set[str])
 
 
 def parse_line(line: str, default_id: str) -> BatchRequest:
-    """Parse one line of JSON; an invalid line gives a request with an ``error``."""
+    """Parse one line of JSON; an invalid line yields a request with an ``error``."""
     request_id = default_id
     kind: RequestKind = "batch_line"
     try:
@@ -131,16 +131,16 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
             request_id = str(custom_id)
         body = {field: value for field, value in entry.items() if field not in ("id", "custom_id")}
         if "body" in entry or "url" in entry:
-            kind = "completion"  # so that an error is written in OpenAI's format, too
+            kind = "completion"  # so that an error is in OpenAI's format, too
             kind = openai_request_kind(entry)
             body = entry.get("body")
             if not isinstance(body, dict):
-                raise OvspecError("The request has no body.")
+                raise OvspecError("The request has no body; put its fields into body.")
         return BatchRequest(request_id, line, read_line_body(body, kind))
     except json.JSONDecodeError as error:
         error_message = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
-        error_message = "The line has half of a surrogate pair (\\ud800 to \\udfff), which is not valid Unicode."
+        error_message = "The line has an unpaired surrogate (\\ud800 to \\udfff); remove it."
     except (ValueError, RecursionError):
         error_message = "The line is nested too deeply, or a number in it has too many digits."
     except OvspecError as error:
@@ -149,7 +149,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
 
 
 def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
-    """Return the request in the body of a line; raises OvspecError for options that a batch can't meet."""
+    """Return the request in the body of a line; raises OvspecError for options unsupported in batches."""
     for field in (*FIELDS_REFUSED_IN_BATCH, "stream"):
         if body.get(field) is not None and (field, body[field]) != ("stream", False):
             raise OvspecError(f"{field} can't be set in a batch request; leave it out.")
@@ -157,7 +157,7 @@ def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
     if request.only_prompts:
         raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
     if any(field in body and body[field] is None for field in (*GRAMMAR_OPTIONS, "response_format")):
-        request.overrides.values.setdefault("json_schema", None)  # lifts the grammar of the whole file
+        request.overrides.values.setdefault("json_schema", None)  # disables the grammar of the whole file
     return replace(request, return_record=True)
 
 
@@ -178,7 +178,7 @@ def openai_request_kind(entry: JsonObject) -> RequestKind:
     """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url, method or field."""
     for field in entry.keys() - ENVELOPE_FIELDS:
         raise OvspecError(
-            f"{field} must be inside of body; {make_did_you_mean(field, ENVELOPE_FIELDS) or 'move it there.'}"
+            f"{field} must be inside body; {make_did_you_mean(field, ENVELOPE_FIELDS) or 'move it there.'}"
         )
     url = str(entry.get("url", "")).rstrip("/")
     if url not in KIND_OF_URL:

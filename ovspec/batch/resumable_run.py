@@ -26,8 +26,8 @@ from ovspec.setup.identity import describe_cache_setting, hash_model_and_tokeniz
 class BatchProgress:
     """Counts of requests and generated tokens.
 
-    ``done_before`` counts the requests that earlier runs completed; ``done`` counts this run's, with the ``failed``
-    ones, and ``done_tokens`` their tokens. On a cluster, ``loading_workers`` of its ``worker_count`` aren't ready yet.
+    ``done_before`` counts the requests completed by earlier runs; ``done`` counts this run's, including ``failed``, and
+    ``done_tokens`` their tokens. On a cluster, ``loading_workers`` of its ``worker_count`` aren't ready yet.
     """
 
     total: int
@@ -57,10 +57,10 @@ def run_file(
     params: Params,
     report_progress: Callable[[BatchProgress], None] | None = None,
 ) -> BatchProgress:
-    """Generate a result for each of ``requests`` and write ``output``, continuing an earlier run that was interrupted.
+    """Generate a result for each of ``requests`` and write ``output``, continuing an interrupted earlier run.
 
-    ``params`` apply to all requests that don't set their own; ``report_progress`` is called after each round. If the
-    inference fails, the results so far are kept, and the same call continues from them.
+    ``params`` apply to requests without their own; ``report_progress`` is called after each round. If the inference
+    fails, the results so far are kept, and the same call continues from them.
     """
     complete_params = lm.runtime.row_maker.complete_params(params)
     lm.runtime.row_maker.constraint_maker.check_requested_grammar(complete_params)  # once, not for each text
@@ -89,7 +89,7 @@ def run_file(
 
 
 def list_text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
-    """Return the models whose numbers decide texts: with rejection, sampled tokens depend on the proposals, too."""
+    """Return the models that affect texts: with rejection sampling, sampled tokens depend on the proposals, too."""
     draft_layers = lm.draft.list_layers() if params.accept == "rejection" and lm.draft else []
     return [lm.target, *draft_layers]
 
@@ -119,7 +119,7 @@ def make_run_identity(lm: LanguageModel, params: Params) -> str:
 
 
 def collect_proposal_settings(lm: LanguageModel, params: Params) -> tuple[Any, ...] | None:
-    """Return the settings that decide the proposals, except for the draft model, if sampled tokens depend on them."""
+    """Return the settings that affect proposals, except for the draft model, if sampled tokens depend on them."""
     if params.accept != "rejection":
         return None
     draft_choice = lm.runtime.models.draft_choice

@@ -30,7 +30,7 @@ FIELDS_NOT_WRITTEN: Any = {"usage": {"completion_tokens_details"}}
 
 @dataclass
 class RunningRequest:
-    """A request whose texts are being generated."""
+    """A request with texts in progress."""
 
     request: BatchRequest
     params: Params
@@ -41,8 +41,7 @@ class RunningRequest:
 class BatchRun(Iterator[Row]):
     """Makes rows of ``requests``, and calls ``report_line`` with each request and its complete output line.
 
-    ``params`` are the options that requests don't set. ``requests`` may have no more for now, and some later while
-    others run.
+    ``params`` are the defaults for requests. ``requests`` may have none for now, and more later while rows run.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class BatchRun(Iterator[Row]):
         self._params = lm.runtime.row_maker.with_long_texts(params)
         self._requests = iter(requests)
         self._report_line = report_line
-        self._row_numbers = itertools.count()  # as the scheduler counts rows
+        self._row_numbers = itertools.count()  # as counted by the scheduler
         self._waiting_rows = deque[tuple[Row, RunningRequest]]()
         self._running_requests: dict[int, RunningRequest] = {}  # by row number
 
@@ -70,7 +69,7 @@ class BatchRun(Iterator[Row]):
             yield sum(len(piece.token_ids) for _, piece in pieces)
 
     def __next__(self) -> Row:
-        """Return the next row of a request, or of the next request that has no error."""
+        """Return the next row of a request, or of the next request without an error."""
         while not self._waiting_rows:
             request = next(self._requests)
             try:
@@ -84,7 +83,7 @@ class BatchRun(Iterator[Row]):
         return row
 
     def _make_running_request(self, request: BatchRequest) -> RunningRequest:
-        """Make a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
+        """Make a row for each text of a request; raises OvspecError if it is invalid or unsupported."""
         if request.error:
             raise OvspecError(request.error)
         row_maker = self._lm.runtime.row_maker
@@ -94,9 +93,9 @@ class BatchRun(Iterator[Row]):
         return RunningRequest(request, params, made_rows)
 
     def _finish_row(self, row_number: int) -> None:
-        """Add the line of a row's request if it was the last one, or has failed."""
+        """Add the line of a row's request if the row was its last, or has failed."""
         running_request = self._running_requests.pop(row_number)
-        if running_request.has_output_line:  # its texts ended in the same round, or another one failed
+        if running_request.has_output_line:  # its texts ended in the same round, or another has failed
             return
         if error := next((row.error for row in running_request.rows if row.error), None):
             running_request.has_output_line = True
@@ -120,7 +119,7 @@ class BatchRun(Iterator[Row]):
 class BatchThread(Iterator[BatchRequest]):
     """A thread that runs the requests of several callers together, in one batch that they join and leave.
 
-    ``params`` apply to all requests that don't set their own; raises OvspecError if they are invalid.
+    ``params`` apply to requests without their own; raises OvspecError if they are invalid.
     """
 
     def __init__(self, lm: LanguageModel, params: Params) -> None:
@@ -133,8 +132,8 @@ class BatchThread(Iterator[BatchRequest]):
         threading.Thread(target=self._run, daemon=True).start()
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
-        """Return the output line of each request; raises InferenceError, also of another caller's request."""
-        requests = [replace(request) for request in requests]  # each with an identity of its own
+        """Return the output line of each request; raises InferenceError, even for another caller's request."""
+        requests = [replace(request) for request in requests]  # each with a separate identity
         pending_call = PendingCall(len(requests))
         with self._request_added:
             self._waiting_requests.extend((request, pending_call) for request in requests)
@@ -191,7 +190,7 @@ class PendingCall:
 
 
 def make_error_line(request: BatchRequest, message: str) -> JsonObject:
-    """Return the output line for a request that failed."""
+    """Return the output line for a failed request."""
     if request.text_request.kind == "batch_line":
         return {"id": request.id, "error": message}
     error = {"code": "invalid_request", "message": message}
@@ -202,7 +201,7 @@ OUTPUT_COLUMNS = ("id", "text", "finish_reason", "error", "result")
 
 
 def lines_to_columns(lines: list[JsonObject]) -> dict[str, list[str | None]]:
-    """Return output lines as ``OUTPUT_COLUMNS``: of several texts the first, and as the result the line in JSON."""
+    """Return output lines as ``OUTPUT_COLUMNS``: the first of several texts, and as the result the line in JSON."""
     rows = [line_to_row(line) for line in lines]
     return {column: [row[column] for row in rows] for column in OUTPUT_COLUMNS}
 

@@ -194,7 +194,7 @@ class PagedDecoder:
             expected_layouts = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected_layouts:
                 self.reset(1)
-                raise ValueError("the cache is of another model or another type")
+                raise ValueError("the cache belongs to another model, or has another type")
             for name, array in arrays.items():
                 own_arrays[name].write_bits(table, array)
         self.rows[0].commit(tokens)

@@ -246,12 +246,12 @@ class StatefulDecoder:
             arrays = dict(arrays)
             features = arrays.pop(FEATURES_OUTPUT, self._features[0].values)
             if features.shape != (length, self._feature_width) or features.dtype != np.float32:
-                raise ValueError("the features are of another model")
+                raise ValueError("the features belong to another model")
             self._features[0].commit(features)
         state_lengths = {state.name: 1 if state.sequence_axis is None else length for state in self._ir.states}
         state_sizes = {state.name: state.width * state_lengths[state.name] for state in self._ir.states}
         if {name: array.size for name, array in arrays.items()} != state_sizes:
-            raise ValueError("the states are of another model")
+            raise ValueError("the states belong to another model")
         for state in self._ir.states:
             array = arrays[state.name]
             axis_sizes = {state.batch_axis: 1}

@@ -12,28 +12,28 @@ import click
 from ovspec import __version__
 from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
 
-# An option in a message that Python shows, too: `name`, or with a value `name=value`.
+# An option in a message, in Python's form: `name`, or with a value `name=value`.
 OPTION_PATTERN = re.compile(r"`(\w+)(?:=([^`]*))?`")
-# Name of a command -> its line in 'ovspec --help', which is the beginning of the command's own help.
+# Name of a command -> its line in 'ovspec --help', the beginning of the command's own help.
 COMMANDS = {
     "batch": "Generate a text for each line of FILE.",
-    "bench": "Time MODEL without and with each way of proposing tokens.",
+    "bench": "Benchmark MODEL with plain decoding and each drafter.",
     "chat": "Chat with MODEL.",
-    "devices": "List the devices that a model can run on.",
-    "distill": "Make a head for MODEL, or teach it a draft, on this machine: it then generates faster.",
+    "devices": "List the available devices.",
+    "distill": "Train a head or draft for MODEL, for faster generation.",
     "export": "Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.",
     "generate": "Continue PROMPT with MODEL.",
     "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
-    "models": "List the models that were exported by name, or delete some.",
-    "perplexity": "Measure how well the model in DIR predicts the text in FILE.",
-    "serve": "Serve MODEL over OpenAI's API.",
-    "tune": "Measure which settings are fastest for the model in DIR, and use them.",
-    "verify": "Check that every token in RESULT is the one that the model chooses there.",
+    "models": "List or delete the models in the cache.",
+    "perplexity": "Measure the perplexity of the model in DIR on the text in FILE.",
+    "serve": "Serve MODEL over an OpenAI-compatible API.",
+    "tune": "Find the fastest settings for the model in DIR, and use them.",
+    "verify": "Check every token in RESULT against the model's own choice.",
 }
 
 
 class LazyCommands(click.Group):
-    """A group that imports a command only when it is used."""
+    """A group that imports commands on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -61,9 +61,9 @@ class LazyCommands(click.Group):
 def cli() -> None:
     """Fast, lossless text generation on OpenVINO.
 
-    MODEL is a folder made by 'ovspec export', a checkpoint folder, a GGUF file or a hub id (org/model,
-    org/model@REVISION, org/model:Q4_K_M); what isn't exported yet is exported once, into the user's cache. DIR is a
-    folder made by 'ovspec export', or a model of the cache. A source checkout embeds a small demo pair.
+    MODEL is an exported folder (made by 'ovspec export'), a checkpoint folder, a GGUF file or a hub id (org/model,
+    org/model@REVISION, org/model:Q4_K_M). A checkpoint or GGUF file is exported at its first use, into the user's
+    cache. DIR is an exported folder or the name of a model in the cache. A source checkout includes a small demo pair.
 
     \b
     Example:
@@ -107,7 +107,7 @@ def prepare_output_streams() -> None:
 
 
 def replace_option_names_by_flags(message: object, command: click.Command | None = None) -> str:
-    """Return ``message`` with the options of ``command``, by default the one that runs, as flags.
+    """Return ``message`` with the options of ``command``, by default the running command, as flags.
 
     `name` and `name=True` become --name, and `name='value'` --name value.
     """
@@ -130,7 +130,7 @@ def replace_option_names_by_flags(message: object, command: click.Command | None
 
 
 def is_caused_by_ctrl_c(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C caused ``error``: an import that it interrupts fails with an error of its own."""
+    """Return whether Ctrl-C caused ``error``: an interrupted import raises its own kind of error."""
     while error and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from ovspec.batch.requests import BatchRequest
     from ovspec.batch.resumable_run import BatchProgress
 
-PROGRESS_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
-LOCAL_CLUSTER = "local"  # the address of a cluster on this machine alone
+PROGRESS_INTERVAL = 10.0  # seconds between lines of progress if stderr isn't a terminal
+LOCAL_CLUSTER = "local"  # the address of a cluster on this machine only
 
 
 def is_cluster_address(text: str) -> bool:
-    """Return whether ``text`` is where a cluster of Ray runs, rather than a file."""
+    """Return whether ``text`` is the address of a Ray cluster rather than a file."""
     return text == "auto" or bool(re.fullmatch(r"(ray://)?[\w.-]+:\d+", text))
 
 
 class RayCommand(click.Command):
-    """A command whose ``--ray`` takes only an address, not the argument that follows it."""
+    """A command with an optional address after ``--ray``: any other argument there is left alone."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, fill_missing_flag_value(args, "--ray", LOCAL_CLUSTER, is_cluster_address))
@@ -47,7 +47,7 @@ class RayCommand(click.Command):
 @click.command(cls=RayCommand)
 @click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] FILE")
 @click.option(
-    "-o", "--output", required=True, metavar="FILE", help="File for the results; a folder if those to read are in one."
+    "-o", "--output", required=True, metavar="FILE", help="File for the results, or a folder if the input is a folder."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
 @click.option(
@@ -55,20 +55,20 @@ class RayCommand(click.Command):
     is_flag=False,
     flag_value=LOCAL_CLUSTER,
     metavar="[ADDRESS]",
-    help="Let the workers of a Ray cluster answer: of one on this machine, or of the one at ADDRESS (HOST:PORT, or "
-    "auto on a machine of the cluster).",
+    help="Run on a Ray cluster: a local cluster by default, or the cluster at ADDRESS (HOST:PORT, or auto on a "
+    "machine of the cluster).",
 )
 @click.option(
     "--cpus-per-worker",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Processors for each worker of --ray.  [default: those of a NUMA node]",
+    help="CPUs per worker of --ray.  [default: all CPUs of a NUMA node]",
 )
 @click.option(
     "--mixed",
     is_flag=True,
-    help="With --ray: let workers take part whose arithmetic differs from the first one's; each line says which kind "
-    "of worker it is from.",
+    help="With --ray: also use workers with other arithmetic than the first worker's. Each result names the kind of "
+    "its worker.",
 )
 @chat_option
 @system_option
@@ -86,17 +86,17 @@ def batch(
 ) -> None:
     """Generate a text for each line of FILE with MODEL (by default the embedded demo pair).
 
-    FILE may be -, which is stdin. Each line is a request of OpenAI's batch API, a JSON object with a prompt or
-    messages and options such as max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In
-    a .txt file, each line is a prompt as it is. Options of a line override those given here. --chat and --system
-    apply only to plain prompts. Lines without a seed of their own share the one given here.
+    FILE may be - for stdin. Each line is a request of OpenAI's batch API, a JSON object with a prompt or messages and
+    options such as max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In a .txt file,
+    each line is a plain prompt. Options in a line override the command's options. --chat and --system apply only to
+    plain prompts. Lines without a seed share the command's seed.
 
-    The output has one line for each, in the same order, with its id (by default the line number). If a line fails,
-    its output has the error instead of a text, and the exit code is 1. After Ctrl-C or a kill, the same command
+    Each line yields a line of output, in the same order, with its id (by default the line number). If a line fails,
+    its output has an error instead of a text, and the exit code is 1. After Ctrl-C or a kill, the same command
     continues from OUTPUT.partial.
 
     With --ray, FILE may also be a folder of .jsonl, .parquet and .txt files, and FILE and OUTPUT may be in object
-    storage (s3://BUCKET/PATH, gs://BUCKET/PATH). Each file of a folder gets one of answers in the folder OUTPUT.
+    storage (s3://BUCKET/PATH, gs://BUCKET/PATH). Each input file yields a results file in the folder OUTPUT.
 
     \b
     Examples:
@@ -108,20 +108,22 @@ def batch(
     file = arguments[-1]
     model = arguments[0] if len(arguments) == 2 else None
     check_chat_options(chat, system, options["heal"])
-    raise_usage_error_if(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
+    raise_usage_error_if(
+        output == "-", "--output can't be stdout, because a batch resumes from its output; give a file."
+    )
     raise_usage_error_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
     raise_usage_error_if(mixed and not ray, "--mixed needs --ray.")
     is_ray_client = ray and ray.startswith("ray://")
     raise_usage_error_if(is_ray_client, f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
     for path in (file, output):
         raise_usage_error_if(
-            not ray and needs_ray(path), f"{path} is a folder, Parquet or object storage, which needs --ray."
+            not ray and needs_ray(path), f"{path}: a folder, Parquet file or object storage needs --ray."
         )
     if Path(output).is_file():
         raise_usage_error_if(
-            Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output."
+            Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; choose another --output."
         )
-        raise_usage_error_if(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
+        raise_usage_error_if(not overwrite, f"{output} already exists; choose another --output, or add --overwrite.")
     load_options, params = split_load_and_generate_options(options)
     refuse_zero_max_tokens(params, "A batch")
 
@@ -141,11 +143,13 @@ def batch(
         if ray:
             from ovspec.batch.ray.cluster import cluster_connection
 
-            with contextlib.redirect_stdout(None), cluster_connection(ray):  # where Ray writes about workers that die
+            with contextlib.redirect_stdout(None), cluster_connection(ray):  # Ray's messages about dead workers
                 from ovspec.batch.ray.driver import run_on_cluster
 
                 draft = load_options.pop("draft", None)
-                if isinstance(template := load_options.get("chat_template"), Path):  # which isn't on other machines
+                if isinstance(
+                    template := load_options.get("chat_template"), Path
+                ):  # the file is missing on other machines
                     load_options["chat_template"] = read_text_or_stdin(template)
                 progress = run_on_cluster(
                     file if needs_ray(file) else requests,
@@ -180,27 +184,27 @@ def needs_ray(path: str) -> bool:
 
 
 class BatchProgressPrinter:
-    """Progress on stderr: a line that is updated on a terminal, a new line every few seconds elsewhere."""
+    """Progress on stderr: an updated line on a terminal, a new line every few seconds elsewhere."""
 
     def __init__(self) -> None:
         self._on_terminal = sys.stderr.isatty()
         self._start_time = time.monotonic()
         self._last_update = self._start_time
-        self._work_done = 0  # tokens, and requests that are done
-        self._first_progress: tuple[float, int] | None = None  # time and amount of the first work, after loading
-        self._end_time: float | None = None  # as estimated at the last change of the work
+        self._work_done = 0  # tokens and finished requests
+        self._first_progress: tuple[float, int] | None = None  # time and amount of the first progress, after loading
+        self._end_time: float | None = None  # as estimated at the last progress
 
     def update(self, progress: BatchProgress) -> None:
         """Show the progress, unless it was shown a moment ago."""
         self._estimate_end(progress)
         if time.monotonic() - self._last_update >= (0.5 if self._on_terminal else PROGRESS_INTERVAL):
             self._last_update = time.monotonic()
-            with contextlib.suppress(OSError):  # a full disk that stderr is written to stops nothing
+            with contextlib.suppress(OSError):  # a full disk behind stderr must not stop the run
                 self.erase_line()
                 click.echo(self.describe_progress(progress), nl=not self._on_terminal, err=True)
 
     def _estimate_end(self, progress: BatchProgress) -> None:
-        """Estimate the end: the requests that are left have as many tokens each as those that are done."""
+        """Estimate the end, as if remaining requests had the mean length of finished requests."""
         now = time.monotonic()
         work_done = progress.generated_tokens + progress.done
         if work_done == self._work_done:

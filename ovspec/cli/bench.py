@@ -15,10 +15,21 @@ from ovspec.params.option import OptionValue
 
 @click.command()
 @click.argument("model", required=False, type=MODEL_TYPE, metavar="[MODEL]")
-@click.option("--draft", metavar="DRAFT", help="A draft model or head, or none.  [default: that in MODEL]")
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
+@click.option("--draft", metavar="DRAFT", help="A draft model or head, or none.  [default: the draft in MODEL]")
 @click.option(
-    "--prompt-file", "files", multiple=True, type=PATH_TYPE, metavar="FILE", help="The same, in a file; - is stdin."
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="Prompt in place of the built-in prompts. May be repeated.",
+)
+@click.option(
+    "--prompt-file",
+    "files",
+    multiple=True,
+    type=PATH_TYPE,
+    metavar="FILE",
+    help="File with such a prompt; - is stdin. May be repeated.",
 )
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
 @add_options({name: GENERATE_OPTIONS[name] for name in ("lookahead", "temperature")})
@@ -38,12 +49,12 @@ def bench(
     as_json: bool,
     **runtime: OptionValue,
 ) -> None:
-    """Time MODEL (by default the embedded demo pair) without and with each way of proposing tokens.
+    """Benchmark MODEL (by default the embedded demo pair) with plain decoding and each drafter.
 
-    The modes are plain decoding, lookup, the draft model or head if there is one, and both. For each prompt the modes
-    take turns, and each turn begins with another mode. The speed-up is that of the median turn: the time of plain
-    decoding divided by the mode's. No gain is shown if speculation saved no inferences. Texts don't end before
-    --max-tokens. The prompts are code, an edit and prose unless you give your own. Use an idle machine.
+    The modes are plain decoding, lookup, the draft model or head (if any), and both drafters together. The modes take
+    turns on each prompt; each turn begins with another mode. The speed-up is the median over all turns of plain
+    decoding's time divided by the mode's time. No gain is shown if speculation saved no inferences. Every text has
+    --max-tokens tokens. The built-in prompts are code, an edit and prose. Use an idle machine.
 
     \b
     Examples:
@@ -51,7 +62,7 @@ def bench(
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3
     """
     raise_usage_error_if(
-        draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case."
+        draft and "lookup" in draft.split(","), "--draft must be a draft model; lookup is always timed."
     )
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice

@@ -45,7 +45,7 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 @click.argument("model", required=False, type=MODEL_TYPE, metavar="[MODEL]")
 @click.option("--system", metavar="TEXT", help="System message.")
 @make_stats_option(
-    "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
+    "Print statistics on stderr after each answer: tokens, speed and acceptance rate; --stats full prints everything."
 )
 @click.option("--web", is_flag=True, help="Chat in a browser: serve MODEL on a free port, and open the page.")
 @session_option
@@ -62,13 +62,14 @@ def chat(
 ) -> None:
     """Chat with MODEL (by default the embedded demo pair).
 
-    The chat stays in the KV cache, so each turn reads only what is new. A line is a message. For several lines,
-    end each with a backslash or put three quotes (\"\"\") around them (on a terminal, Ctrl+O or Alt+Enter begins a new
-    line; Windows' own takes Alt+Enter for itself).
-    An empty line continues an answer that was cut off. Ctrl-C stops the answer and keeps the chat. An answer has up
-    to 1024 tokens unless --max-tokens sets another limit, and is sampled as the model's generation config recommends;
-    if that recommends nothing, or with --temperature 0, it is greedy. /help lists the commands: /reset, /undo,
-    /system, /save, /load, /stats, /exit.
+    The chat stays in the KV cache, so each turn only reads the new message. Each line is a message. For a message of
+    several lines, end each line with a backslash, or put three quotes (\"\"\") around the message. On a terminal,
+    Ctrl+O or Alt+Enter begins a new line (in Windows' own terminal, only Ctrl+O).
+
+    An empty line continues a truncated answer. Ctrl-C stops the answer and keeps the chat. Answers have up to 1024
+    tokens unless --max-tokens sets another limit. Sampling follows the model's generation config; if it recommends
+    nothing, or with --temperature 0, answers are greedy. /help lists the commands: /reset, /undo, /system, /save,
+    /load, /stats, /exit.
 
     \b
     Examples:
@@ -132,10 +133,10 @@ class Conversation:
     session: Session
     params: Params
     stats_level: str | None
-    context_length: int | None  # tokens that it may grow to
-    template_variables: TemplateVariables | None  # of the chat template, from the command line, not from a saved chat
+    context_length: int | None  # limit for the whole chat, in tokens
+    template_variables: TemplateVariables | None  # from the command line, not from a saved chat
     system: str | None = None  # sent with the user's first message, because templates may refuse it alone
-    undo_marks: list[Mark] = field(default_factory=list)  # the text before each of the messages that can be taken back
+    undo_marks: list[Mark] = field(default_factory=list)  # the text before each message, for /undo
     last_result: Result | None = None
     end_signal: EndSignal = field(default_factory=EndSignal)  # whether a signal has ended it
 
@@ -187,12 +188,12 @@ def answer_message(conversation: Conversation, text: str) -> None:
         else:
             conversation.session.rewind(mark_before)
     if not has_answer:
-        print_dim_line("There is no answer yet; your message was taken back.")
+        print_dim_line("The message got no answer, so it was taken back.")
 
 
 @contextlib.contextmanager
 def restore_session_on_error(session: Session) -> Iterator[Mark]:
-    """Yield a mark of the session's text, and restore that text if an exception is raised."""
+    """Yield a mark of the session's text, and restore the text after an exception."""
     mark_before = session.mark()
     try:
         yield mark_before
@@ -231,10 +232,10 @@ def stream_answer(conversation: Conversation) -> None:
 
 
 def run_chat_command(conversation: Conversation, command_name: str, argument: str) -> None:
-    """Run the command of a line that begins with a slash."""
+    """Run a command, a line with a leading slash."""
     if command_name not in CHAT_COMMANDS:
         print_dim_line(
-            f"There is no command {command_name}; /help lists them. Put a space in front to send it as a message."
+            f"There is no command {command_name}; /help lists all commands. Start with a space to send it as a message."
         )
         return
     metavar, _, run_command = CHAT_COMMANDS[command_name]
@@ -331,10 +332,10 @@ def show_help(_: Conversation, __: str = "") -> None:
 CHAT_COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
     "/help": ("", "List the commands.", show_help),
     "/reset": ("", "Forget the chat, except the system message.", reset_chat),
-    "/undo": ("", "Take your last message and its answer back.", undo_message),
+    "/undo": ("", "Take back your last message and its answer.", undo_message),
     "/system": ("[TEXT]", "Set the system message of the whole chat, or show it.", set_system_message),
     "/save": ("FILE", "Save the chat and its KV cache to a file.", save_chat),
-    "/load": ("FILE", "Continue a chat that was saved.", load_chat),
+    "/load": ("FILE", "Continue a saved chat.", load_chat),
     "/stats": ("[full]", "Show the statistics of the last answer.", show_chat_stats),
 }
 
@@ -347,7 +348,7 @@ def replace_system_message(messages: list[Message], system: str | None) -> list[
 
 
 def replace_chat_messages(conversation: Conversation, messages: list[Message]) -> None:
-    """Replace the chat with ``messages``; the beginning that both share stays in the KV cache."""
+    """Replace the chat with ``messages``; the common prefix stays in the KV cache."""
     from ovspec.api.session import EMPTY_MARK
 
     with restore_session_on_error(conversation.session):
@@ -362,11 +363,11 @@ def print_dim_line(text: str) -> None:
     click.secho(text, dim=True, err=True)
 
 
-# ---------------------------------------------------------------- what the user types
+# ---------------------------------------------------------------- the user's input
 
 
 def make_message_reader() -> Callable[[], str]:
-    """Return a function that reads the next message; it raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
+    """Return a reader of messages; it raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
     read_line = make_terminal_reader() if stdin_is_terminal() else read_piped_line
     return lambda: read_user_message(read_line)
 
@@ -389,7 +390,7 @@ def read_user_message(read_line: Callable[[bool], str]) -> str:
 
 
 def read_piped_line(_: bool) -> str:
-    # Not input(), which fails at the first character that the locale's encoding lacks.
+    # Not input(), which fails at characters outside of the locale's encoding.
     piped_line = sys.stdin and sys.stdin.buffer.readline()
     if not piped_line:
         raise EOFError
@@ -397,7 +398,7 @@ def read_piped_line(_: bool) -> str:
 
 
 def make_terminal_reader() -> Callable[[bool], str]:
-    """Return a function that reads a line with editing, and a history kept in the user's state folder."""
+    """Return a reader of lines with editing and a history in the user's state folder."""
     import platformdirs
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, InMemoryHistory

@@ -1,4 +1,4 @@
-"""``ovspec generate --compare``: the text without and with speculation, whether both are equal, and the speed-up."""
+"""``ovspec generate --compare``: texts with and without speculation, their equality, and the speed-up."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from ovspec.params import Params
 def print_comparison(lm: LanguageModel, prompt: Prompt, params: Params, stats: str | None, as_json: bool) -> bool:
     """Print both texts, then time both modes in turns and print the speed-up; return whether the texts are equal.
 
-    Ctrl-C while the turns run ends them; the turns until then are shown.
+    Ctrl-C ends the timing; finished turns are shown.
     """
     params = with_random_seed(params)
     if params.chat_template_kwargs is not None:  # render once
@@ -38,7 +38,7 @@ def print_comparison(lm: LanguageModel, prompt: Prompt, params: Params, stats: s
 
 
 def print_texts(lm: LanguageModel, prompt: Prompt, params_by_mode: dict[str, Params], as_json: bool) -> ResultPair:
-    """Print both texts as they come. They aren't timed: kernels are made, and the lookahead learns what pays."""
+    """Print both texts as they are generated, as an untimed warm-up of kernels and lookahead."""
     results = []
     for mode, params in params_by_mode.items():
         if not as_json:
@@ -70,7 +70,7 @@ def time_turns(lm: LanguageModel, prompt: Prompt, params_by_mode: dict[str, Para
 
 
 def print_comparison_summary(comparison: Comparison, stats: str | None) -> None:
-    """Print speed and acceptance, whether the texts are equal, and the speed-up."""
+    """Print speeds, acceptance rate, equality of the texts, and speed-up."""
     speedup = comparison.speedup
     speculative = comparison.last_pair[1]
     acceptance_text = (

@@ -3,7 +3,7 @@ import click
 
 @click.command()
 def devices() -> None:
-    """List the devices that a model can run on, and a GPU's memory, driver, matrix unit (XMX) and KV cache.
+    """List the available devices, with memory, driver, matrix unit (XMX) and KV cache of each GPU.
 
     \b
     Example:
@@ -20,7 +20,7 @@ def devices() -> None:
         click.echo("\t".join(columns))
     if not any(name.startswith("GPU") for name, _ in devices):
         click.echo(
-            "No GPU: either there is none that OpenVINO can use, or its driver is missing "
+            "No GPU: this machine has no GPU supported by OpenVINO, or its driver is missing "
             "(Linux: intel-opencl-icd; Windows: Intel's graphics driver).",
             err=True,
         )

@@ -22,22 +22,24 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
     "--draft",
     metavar="DRAFT",
     help="Draft model, EAGLE-3 head or MTP layer: a checkpoint or IR folder, a GGUF file, or a hub id; mtp (the MTP "
-    "layer in TARGET); or none.  [default: mtp if TARGET has one]",
+    "layer in TARGET); or none.  [default: mtp if TARGET has an MTP layer]",
 )
 @click.option(
-    "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
+    "--draft-layers", type=click.IntRange(1), metavar="N", help="Make a draft from the target's first N layers."
 )
-@click.option("-o", "--output", type=PATH_TYPE, help="Folder to write.")
+@click.option("-o", "--output", type=PATH_TYPE, help="Output folder.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an exported pair.")
 @click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
-@click.option("--list-families", is_flag=True, help="List the families of models that can be exported, and exit.")
+@click.option("--list-families", is_flag=True, help="List the supported model families, and exit.")
 @click.option(
-    "--prepare", is_flag=True, help="Download what the families named as TARGET need, and exit; 'all' for every family."
+    "--prepare",
+    is_flag=True,
+    help="Download the requirements of the families named as TARGET ('all' for every family), and exit.",
 )
 @click.option(
     "--weight-format",
     type=click.Choice(WEIGHT_FORMATS),
-    help="Format of the target's weights; int8 and int4 quantise them, keep takes quantised weights as they are.  "
+    help="Format of the target's weights; int8 and int4 quantise them, keep leaves quantised weights as they are.  "
     "[default: keep if TARGET is quantised, else int8]",
 )
 @click.option(
@@ -48,16 +50,18 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 @click.option(
     "--group-size",
     type=int,
-    help="int4: weights that share a scale; -1: a whole channel.  [default: 128 if it divides all rows]",
+    help="int4: number of weights per scale; -1 for a whole channel.  [default: 128 if it divides all rows]",
 )
 @click.option(
-    "--ratio", type=float, help="int4: share of layers with int4, up to 1; the others get int8.  [default: optimum's]"
+    "--ratio",
+    type=float,
+    help="int4: fraction of the layers in int4, up to 1; the others get int8.  [default: optimum's]",
 )
 @click.option("--sym", is_flag=True, help="int8 and int4: quantise symmetrically, without zero points.")
 @click.option(
     "--backup-precision",
     type=click.Choice(BACKUP_PRECISIONS),
-    help="int4: format of the layers that stay above 4 bits; none leaves them unquantised.",
+    help="int4: format of the layers above 4 bits; none leaves them unquantised.",
 )
 @click.option("--awq", is_flag=True, help="int4: activation-aware scaling; better with --calibration.")
 @click.option(
@@ -68,18 +72,18 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
     "--lora-correction", is_flag=True, help="int4: add low-rank corrections; costs some speed, needs --calibration."
 )
 @click.option(
-    "--calibration", type=PATH_TYPE, metavar="FILE", help="int4: text file to calibrate the methods above on."
+    "--calibration", type=PATH_TYPE, metavar="FILE", help="int4: text file for calibrating the methods above."
 )
-@click.option("--samples", type=int, help="int4: number of pieces of the calibration text to use.  [default: 128]")
+@click.option("--samples", type=int, help="int4: number of samples from the calibration text.  [default: 128]")
 @click.option(
     "--evaluate",
     type=PATH_TYPE,
     metavar="FILE",
-    help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
-    "likely token is the same.",
+    help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often both "
+    "agree on the most likely token.",
 )
 @add_options({"chat_template": LOAD_OPTIONS["chat_template"]})
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with a checkpoint.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code from the checkpoint.")
 def export(
     target: tuple[str, ...],
     draft: str | None,
@@ -99,11 +103,12 @@ def export(
     """Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.
 
     TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
-    (--list), which includes a draft unless you give --draft none; --draft head takes its EAGLE-3 head instead. A
-    quantised GGUF file keeps its integers and scales, unless --weight-format int8 or int4 quantises them anew; so does
-    a checkpoint of GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes. Target and draft must share a vocabulary;
-    an EAGLE-3 head must also fit the target's width and layers. With --overwrite, the old folder is replaced at the
-    very end: an interrupted export leaves it as it was.
+    (--list). A known pair includes its draft; --draft head exports its EAGLE-3 head instead, --draft none no draft.
+    Target and draft must share a vocabulary; an EAGLE-3 head must also match the target's width and layers.
+
+    Quantised GGUF files, and checkpoints quantised with GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes, keep
+    their integers and scales, unless --weight-format int8 or int4 quantises them again. --overwrite replaces the old
+    folder at the very end: an interrupted export leaves it unchanged.
 
     \b
     Examples:
@@ -127,39 +132,44 @@ def export(
         name for name in click_context.params if click_context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     if list_families:
-        raise_usage_error_if(passed_names - {"list_families"}, "--list-families only lists; leave out everything else.")
+        raise_usage_error_if(
+            passed_names - {"list_families"}, "--list-families can't be combined with other arguments; leave them out."
+        )
         click.echo("\n".join(import_export_package().describe_families()))
         return
     if prepare:
-        raise_usage_error_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
+        raise_usage_error_if(not target, "--prepare needs families: ovspec export --prepare FAMILY...")
         raise_usage_error_if(
-            passed_names - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export."
+            passed_names - {"prepare", "target"},
+            "--prepare only downloads and takes no export options; leave them out.",
         )
         export_package = import_export_package()
         export_package.prepare_environments(export_package.find_environments(target))
         return
     if len(target) != 1 or output is None:
-        raise click.UsageError("Name the model to export and the folder to write: ovspec export TARGET -o DIR.")
+        raise click.UsageError("An export needs a single model and an output folder: ovspec export TARGET -o DIR.")
     model = target[0]
     if model in known_pairs and not Path(model).exists():
         known_pair = known_pairs[model]
         if draft == HEAD_DRAFT:
-            raise_usage_error_if(not known_pair.eagle3, f"No public head is known for {model}; name a draft.")
+            raise_usage_error_if(
+                not known_pair.eagle3, f"No public head is known for {model}; give a head or draft model with --draft."
+            )
             draft = known_pair.eagle3
         elif draft_layers is None:
             draft = draft or known_pair.draft
         model = known_pair.target
-    message = "--draft head is for the short names of known pairs (--list); name the head's checkpoint."
+    message = "--draft head works only with the known pairs (see --list); give the head's checkpoint."
     raise_usage_error_if(draft == HEAD_DRAFT, message)
     has_draft = draft not in (None, NO_DRAFT) or draft_layers is not None
     raise_usage_error_if(
         draft_weight_format and not has_draft, "--draft-weight-format needs --draft or --draft-layers."
     )
-    message = "Error: the export was ended by SIGTERM; nothing was changed."
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # which cleans up, and no library catches it
+    message = "Error: the export was stopped by SIGTERM; nothing was changed."
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # runs clean-up code; no library catches it
     export_package = import_export_package()
     if weight_format is None and draft_weight_format != "int4" and any(options.values()):
-        weight_format = "int8"  # the options are for weights that are quantised anew
+        weight_format = "int8"  # the options only apply to a new quantisation
     weight_formats = (weight_format, draft_weight_format)
     compressions = [
         export_package.Compression(name, **select_format_options(options, name, weight_formats)) if name else None
@@ -181,7 +191,7 @@ def export(
 def select_format_options(
     options: dict[str, Any], weight_format: str, weight_formats: Sequence[str | None]
 ) -> dict[str, Any]:
-    """Return the options for one of the formats; without int4 all of them, so that wrong ones are refused later."""
+    """Return the options for a format; without int4 all options, for the later refusal of wrong options."""
     if weight_format == "int4" or "int4" not in weight_formats:
         return options
     return {"sym": options["sym"] and weight_format == "int8"}

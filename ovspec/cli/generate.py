@@ -37,25 +37,27 @@ if TYPE_CHECKING:
 
 @click.command(cls=StatsCommand)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
-@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be taken for MODEL.")
+@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be mistaken for MODEL.")
 @click.option(
     "-f",
     "--file",
     "prompt_file",
     metavar="FILE",
-    help="Read the prompt from FILE, without the newline at its end; - is stdin.",
+    help="Read the prompt from FILE, without its final newline; - is stdin.",
 )
-@click.option("--token-ids", metavar="IDS", help="The prompt as token ids, with commas or spaces; no BOS is added.")
+@click.option(
+    "--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces; no BOS is added."
+)
 @chat_option
 @system_option
-@click.option("--prefill", metavar="TEXT", help="How the answer begins, which isn't printed; needs --chat.")
-@make_stats_option("Print statistics on stderr: tokens, speed and acceptance, or everything with --stats full.")
+@click.option("--prefill", metavar="TEXT", help="Beginning of the answer, not printed; needs --chat.")
+@make_stats_option("Print statistics on stderr: tokens, speed and acceptance rate; --stats full prints everything.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
     "--compare",
     is_flag=True,
-    help="Generate without and with --draft (by default the draft in MODEL), at least five times each. Prints both "
-    "texts, whether they are equal (if not, exit code 1), and the median speed-up with its range.",
+    help="Generate with and without --draft (by default the draft in MODEL), at least five times each. Prints both "
+    "texts, whether they are equal (if not, the exit code is 1), and the median speed-up with its range.",
 )
 @session_option
 @context_option
@@ -77,10 +79,9 @@ def generate(
 ) -> None:
     """Continue PROMPT with MODEL (by default the embedded demo pair).
 
-    The prompt comes from the argument, --prompt, --file, --token-ids or stdin; - as PROMPT is stdin, too, whose
-    last newline is left out. An only argument is MODEL if it is a folder, or looks like a path or a hub id. Text
-    goes to stdout, statistics to stderr. With --max-tokens 0 the prompt is only read, as into the file of
-    --session.
+    The prompt comes from PROMPT, --prompt, --file, --token-ids or stdin. If PROMPT is -, it is read from stdin,
+    without its final newline. A single argument is MODEL if it is a folder or looks like a path or a hub id. Text
+    goes to stdout, statistics to stderr. --max-tokens 0 only reads the prompt, for example into a --session file.
 
     \b
     Examples:
@@ -94,7 +95,7 @@ def generate(
     draft = options["draft"]
     has_prompt_option = bool(prompt_option or prompt_file or token_ids)
     draft_is_prompt = isinstance(draft, str) and not (has_prompt_option or len(arguments) > 1 or looks_like_path(draft))
-    if draft_is_prompt:  # '--draft "def f("': the option took the text that was meant as the prompt
+    if draft_is_prompt:  # '--draft "def f("': the option took the prompt
         arguments = (*arguments, draft)
     if draft_is_prompt or (compare and draft is None):
         draft = options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
@@ -102,21 +103,23 @@ def generate(
     continues_session = session is not None and session.exists()
     check_chat_options(chat, system, options["heal"])
     raise_usage_error_if(
-        system is not None and continues_session, "--system works only when a chat begins; name another --session."
+        system is not None and continues_session, "--system can't change a saved chat; choose another --session."
     )
     raise_usage_error_if(prefill is not None and not chat, "--prefill needs --chat.")
-    raise_usage_error_if(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
+    raise_usage_error_if(
+        chat and token_ids is not None, "--chat can't be combined with --token-ids; give the message as text."
+    )
     load_options, params = split_load_and_generate_options(options)
     raise_usage_error_if("chat_template" in load_options and not chat, "--chat-template needs --chat.")
     raise_usage_error_if(params.logprobs is not None and not as_json, "--logprobs needs --json.")
     several_texts = params.n > 1 or params.retries
     if compare:
-        raise_usage_error_if(not draft, "--compare needs a draft; leave --draft none out.")
+        raise_usage_error_if(not draft, "--compare needs a draft; leave out --draft none.")
         check_comparable(params)
     flag = "--session" if session else "--context"
     raise_usage_error_if((session or context) and compare, f"{flag} can't be combined with --compare.")
     raise_usage_error_if(
-        (session or context) and several_texts, f"{flag} needs a single text; leave --samples and --retries out."
+        (session or context) and several_texts, f"{flag} needs a single text; leave out --samples and --retries."
     )
 
     from ovspec.cli import output
@@ -125,7 +128,7 @@ def generate(
 
     check_grammar_option(params)
     weight_format = load_options.pop("weight_format", None)
-    # A folder without a model is refused before a prompt is read.
+    # Refuse a folder without a model before reading the prompt.
     folder, load_options["draft"] = find_or_export_model(model, load_options.get("draft"), weight_format)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues_session)
     raise_usage_error_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
@@ -136,14 +139,15 @@ def generate(
     if chat and prompt is not None:
         chat_turns = (("system", system), ("user", prompt), ("assistant", prefill))
         prompt = [{"role": role, "content": content} for role, content in chat_turns if content is not None]
-    # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
+    # --chat is suggested for typed questions: not for the demo pair, which continues code, nor with options for raw
+    # prompts.
     is_raw_prompt = chat is not None or continues_session or options["heal"] or options["constrain_from"] is not None
     typed_prompt = (prompt_argument or prompt_option) if model and not (is_raw_prompt or as_json) else None
     if compare:
         load_options.setdefault("cache_memory", 0)  # each turn reads its prompt
-    lm = load_model(folder, session=session, chat_remedy="leave --chat out" if chat else None, **load_options)
+    lm = load_model(folder, session=session, chat_remedy="leave out --chat" if chat else None, **load_options)
     if compare:
-        assert prompt is not None  # which only --session allows
+        assert prompt is not None  # only --session allows None
         if not print_comparison(lm, prompt, params, stats, as_json):
             sys.exit(1)
     elif several_texts:
@@ -159,7 +163,7 @@ def generate(
             if prompt is not None:
                 lm_session.chat_template_kwargs = template_variables or lm_session.chat_template_kwargs
                 lm_session.append(prompt)
-            # The session has rendered the chat, and heals by default.
+            # The session has already rendered the chat; it heals by default.
             params = replace(params, heal=bool(params.heal), chat_template_kwargs=None)
             end_signal = end_on_signals() if session else EndSignal()
             session_length_before = len(lm_session)
@@ -178,29 +182,31 @@ def generate(
 
 
 def check_comparable(params: Params) -> None:
-    """Raise click.UsageError for options that ``--compare`` can't have."""
+    """Raise click.UsageError for options incompatible with ``--compare``."""
     is_rejection = params.accept == "rejection"
     raise_usage_error_if(
-        is_rejection, "--compare needs the same text with and without a draft; leave --accept rejection out."
+        is_rejection, "--compare can't be combined with --accept rejection, which changes the text; leave it out."
     )
     raise_usage_error_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
     raise_usage_error_if(
-        params.n > 1 or params.retries, "--compare needs a single text; leave --samples and --retries out."
+        params.n > 1 or params.retries, "--compare needs a single text; leave out --samples and --retries."
     )
     refuse_zero_max_tokens(params, "--compare")
 
 
 def suggest_chat_flag(lm: LanguageModel, prompt: str | None) -> None:
-    """Name ``--chat`` on a terminal, if the model has a chat template and ``prompt`` doesn't look made with one."""
+    """Suggest ``--chat`` on a terminal, if the model has a chat template and ``prompt`` looks like plain text."""
     if prompt and on_terminal() and not lm.tokenizer.contains_special_name(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
             _ = lm.runtime.prompt_encoder.chat_format
-            chat_hint = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
+            chat_hint = (
+                "The prompt was continued as plain text; --chat sends it as a chat message, --raw hides this note."
+            )
             click.secho(chat_hint, dim=True, err=True)
 
 
 def split_model_and_prompt(arguments: tuple[str, ...], has_prompt_option: bool) -> tuple[str | None, str | None]:
-    """Return (MODEL, PROMPT); a single argument that doesn't look like a path is the prompt, unless an option is."""
+    """Return (MODEL, PROMPT); a single argument is the prompt unless it looks like a path or an option sets one."""
     raise_usage_error_if(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
     if not arguments:
         return None, None
@@ -219,18 +225,18 @@ def read_prompt(
     token_ids_text: str | None,
     is_needed: bool,
 ) -> str | list[int] | None:
-    """Return the prompt from its argument or option, or else from stdin; None if there is none and none ``is_needed``.
+    """Return the prompt from its argument or option, or else from stdin; None if it is missing and not ``is_needed``.
 
     prompt_argument: the argument PROMPT.
     prompt_option, prompt_file, token_ids_text: the values of ``--prompt``, ``--file`` and ``--token-ids``.
     """
     source_count = sum(source is not None for source in (prompt_argument, prompt_option, prompt_file, token_ids_text))
-    raise_usage_error_if(source_count > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
+    raise_usage_error_if(source_count > 1, "Too many prompts; give a single PROMPT, --prompt, --file or --token-ids.")
     if token_ids_text is not None:
         try:
             return [int(number) for number in token_ids_text.replace(",", " ").split()]
         except ValueError:
-            raise click.UsageError(f"--token-ids {token_ids_text}: not a list of numbers.") from None
+            raise click.UsageError(f"--token-ids {token_ids_text}: not a list of numbers, such as 1,2,3.") from None
     if prompt_argument == "-":
         prompt_file = "-"
     if source_count and prompt_file is None:
@@ -247,12 +253,12 @@ def read_prompt(
     try:
         prompt = prompt_bytes.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise click.UsageError("The prompt is not UTF-8 text.") from None
+        raise click.UsageError("The prompt is not UTF-8 text; convert it to UTF-8.") from None
     prompt = re.sub(r"\r?\n\Z", "", prompt)  # which editors and programs add
     if prompt_file is None and not is_needed and not prompt:
         return None
     source = "stdin" if prompt_file in (None, "-") else f"--file {prompt_file}"
-    raise_usage_error_if(not prompt, f"{source}: it is empty; give a prompt, or --prompt '' to start from nothing.")
+    raise_usage_error_if(not prompt, f"{source}: empty; give a prompt, or --prompt '' to generate without a prompt.")
     return prompt
 
 

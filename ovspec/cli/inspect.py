@@ -20,8 +20,8 @@ from ovspec.params.option import OptionValue
     "--report",
     type=FILE_TYPE,
     metavar="FILE",
-    help="Also write a report to send to ovspec's developers: devices, probes, timings, and one text with and without "
-    "a draft. It names no files and no users.",
+    help="Also write a report for ovspec's developers: devices, probes, timings, and a text with and without a "
+    "draft. It contains no names of files or users.",
 )
 @target_options
 def inspect(
@@ -29,7 +29,7 @@ def inspect(
 ) -> None:
     """Describe the models in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
 
-    Rollback is how the KV cache drops proposed tokens that were rejected.
+    Rollback removes rejected tokens from the KV cache.
 
     \b
     Examples:
@@ -44,9 +44,11 @@ def inspect(
     folder = resolve_model_folder(folder)
     load_params = make_load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
-        raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
-    if report and not report.absolute().parent.is_dir():  # before minutes of work
-        raise OvspecError(f"{report.parent}: no such folder; --report needs one that exists.")
+        raise OvspecError(
+            f"{folder}: no manifest in it, so --verify can't check it; export the model with 'ovspec export'."
+        )
+    if report and not report.absolute().parent.is_dir():  # checked before minutes of work
+        raise OvspecError(f"{report.parent}: no such folder for --report; create it first.")
     device_options = make_device_options(load_params)
     uses_profile = load_params.tune is not False
     with show_step(f"{folder}: compiling and probing"):
@@ -66,4 +68,4 @@ def inspect(
         "\n".join(line for name, model in descriptions.items() for line in inspection.format_inspection(name, model))
     )
     if verify:
-        click.echo("All files have the checksums they were exported with.")
+        click.echo("All files match the checksums from their export.")

@@ -1,4 +1,4 @@
-"""How commands load a model."""
+"""Loading a model for a command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load_model(
 ) -> LanguageModel:
     """Return ``ovspec.load(folder, **options)``; refuse a wrong session or a missing chat template first.
 
-    chat_remedy: if there is to be a chat, what to do for a model without a template.
+    chat_remedy: for chats, the advice for a model without a template.
     """
     with show_step(f"{folder}: loading") as loading_step:
         import ovspec
@@ -34,7 +34,7 @@ def load_model(
         if chat_remedy and "chat_template" not in options:
             if not read_chat_templates(resolve_model_folder(folder)):
                 raise OvspecError(
-                    f"{folder}: a base model, which has no chat template; {chat_remedy}, or name a `chat_template`."
+                    f"{folder}: a base model without a chat template; {chat_remedy}, or set `chat_template`."
                 )
             load_chat_template(resolve_model_folder(folder))
         return ovspec.load(folder, **options)

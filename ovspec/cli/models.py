@@ -18,15 +18,12 @@ REMOVE_WORD = "rm"
 
 @click.command()
 @click.argument("arguments", nargs=-1, metavar="[rm NAME...]")
-@click.option(
-    "--prune", type=click.FloatRange(0), metavar="DAYS", help="Delete the models that weren't used for so many days."
-)
+@click.option("--prune", type=click.FloatRange(0), metavar="DAYS", help="Delete models unused for this many days.")
 def models(arguments: tuple[str, ...], prune: float | None) -> None:
-    """List the models that were exported by name, or delete some.
+    """List or delete the models in the cache.
 
-    Each line has the name, the source, the format of the weights, the size, the last use, and whether there is a draft
-    or a head. A model may be named as it is listed, or as its source. 'rm' deletes models; one that a process uses
-    stays.
+    Each line shows a model's name, source, weight format, size, last use, and draft or head, if any. Name a
+    model as listed, or by its source. 'rm' deletes models, except models in use by a process.
 
     \b
     Examples:
@@ -35,8 +32,8 @@ def models(arguments: tuple[str, ...], prune: float | None) -> None:
       ovspec models --prune 30
     """
     raise_usage_error_if(arguments and arguments[0] != REMOVE_WORD, "To delete models: ovspec models rm NAME...")
-    raise_usage_error_if(len(arguments) == 1, "Name the models to delete: ovspec models rm NAME...")
-    raise_usage_error_if(arguments and prune is not None, "--prune chooses by itself; leave it or the names out.")
+    raise_usage_error_if(len(arguments) == 1, "Missing names; give the models to delete: ovspec models rm NAME...")
+    raise_usage_error_if(arguments and prune is not None, "--prune can't be combined with names; leave one out.")
     from ovspec.setup import model_store
 
     folders = []
@@ -60,7 +57,7 @@ def models(arguments: tuple[str, ...], prune: float | None) -> None:
 
 
 def find_named_folders(name: str) -> list[Path]:
-    """Return the folders in the store of a listed name, or of all models of a source; raises OvspecError for none."""
+    """Return the store's folders for a listed name or a source; raises OvspecError if there are none."""
     from ovspec.setup import model_names, model_store
 
     folders = [folder for folder in model_store.list_entry_folders() if folder.name == name]
@@ -71,7 +68,7 @@ def find_named_folders(name: str) -> list[Path]:
             if stored.record.source == source.name and source.revision in (None, stored.record.revision)
         ]
     if not folders:
-        raise OvspecError(f"{name}: not a model in the cache; 'ovspec models' lists them.")
+        raise OvspecError(f"{name}: not a model in the cache; run 'ovspec models' to list the models.")
     return folders
 
 
@@ -81,7 +78,7 @@ def print_models() -> None:
 
     folders = model_store.list_entry_folders()
     if not folders:
-        click.echo("No model was exported by name yet; 'ovspec chat MODEL' does it.", err=True)
+        click.echo("The cache has no models yet; 'ovspec chat MODEL' exports and keeps MODEL.", err=True)
         return
     rows = [
         ("NAME", "SOURCE", "FORMAT", "SIZE", "LAST USED", "DRAFT"),
@@ -112,7 +109,7 @@ def make_row(stored: StoredModel) -> tuple[str, ...]:
 
 
 def format_age(seconds: float) -> str:
-    """Return how long ago something was, in its largest unit."""
+    """Return an age in its largest unit."""
     for unit, unit_seconds in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= unit_seconds:
             count = int(seconds // unit_seconds)

@@ -1,4 +1,4 @@
-"""The options that commands share, made of the declarations in ``ovspec.params``."""
+"""The shared options of commands, made from the declarations in ``ovspec.params``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CommandDecorator: TypeAlias = Callable[[CommandFunction], CommandFunction]
 CLICK_NUMBER_TYPES = {int: "integer", float: "float"}
 CHAT_MAX_TOKENS = 1024
 CHAT_DEFAULT_TEXTS = {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}
-# (command, option) -> the default that a command sets itself, in words.
+# (command, option) -> the command's own default, in words.
 COMMAND_DEFAULT_TEXTS = {("chat", option): default_text for option, default_text in CHAT_DEFAULT_TEXTS.items()}
 COMMAND_DEFAULT_TEXTS["batch", "max_tokens"] = LONG_DEFAULT_TEXT
 
 
 class ParsedType(click.ParamType):
-    """A parameter whose text a function parses."""
+    """A parameter with a parser function."""
 
     def __init__(self, parse: Callable[[str], OptionValue], name: str) -> None:
         self.parse = parse
@@ -52,7 +52,7 @@ class ParsedType(click.ParamType):
 
 
 class OptionType(click.ParamType):
-    """One value of a declared option, which is checked as in Python."""
+    """A single value of a declared option, checked as in Python."""
 
     def __init__(self, option: Option) -> None:
         self._option = option
@@ -115,7 +115,7 @@ def make_click_option(option: Option) -> CommandDecorator:
 
 
 def merge_mappings(mappings: Sequence[Mapping[str, OptionValue]]) -> dict[str, OptionValue]:
-    """Return one mapping of several; later values win."""
+    """Merge several mappings; later values win."""
     return {name: value for mapping in mappings for name, value in mapping.items()}
 
 
@@ -133,7 +133,7 @@ def add_options(options: Mapping[str, Option]) -> CommandDecorator:
 
 
 def parse_draft_or_text(text: str) -> DraftChoice | str:
-    """Parse ``--draft``. A text that names no drafters is returned as it is: it was meant as the next argument."""
+    """Parse ``--draft``. Text other than drafters is returned unchanged: it is really the next argument."""
     if is_chain_of_known_drafters(text):
         return parse_draft(text) or DraftChoice()
     return text
@@ -141,7 +141,7 @@ def parse_draft_or_text(text: str) -> DraftChoice | str:
 
 def check_session_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
     if file and not file.parent.is_dir():
-        raise click.UsageError(f"--session {file}: there is no folder {file.parent}.")
+        raise click.UsageError(f"--session {file}: there is no folder {file.parent}; create it first.")
     return file
 
 
@@ -153,30 +153,32 @@ draft_option = click.option(
     is_flag=False,
     flag_value=EXPORTED_DRAFT,
     metavar="[DRAFT]",
-    help="Speculate with the draft in MODEL, or one that is known for it, or with DRAFT: a draft model or a head, "
-    "named like a model; head (an EAGLE-3 head); mtp (the MTP layer that a model brings along); self (a draft that "
-    "--draft-layers made); lookup (what followed the last tokens earlier in the text); lookup,draft or lookup,DRAFT "
-    "(the model where lookup finds nothing good); or none.  [default: lookup where a guess costs nothing, which the "
-    "first load measures (exact arithmetic, paged engine); otherwise none]",
+    help="Speculative decoding. Without a value: the draft in MODEL, or a known draft for it. DRAFT is a draft model "
+    "or head (a folder, GGUF file or hub id, like MODEL); head (MODEL's EAGLE-3 head); mtp (MODEL's MTP layer); "
+    "self (MODEL's draft from --draft-layers); lookup (prompt lookup: the continuation of the same last tokens "
+    "earlier in the text); lookup,draft or lookup,DRAFT (the model proposes if lookup finds nothing good); or "
+    "none.  [default: lookup if its proposals cost nothing, as measured at the first load (exact arithmetic, "
+    "paged engine); otherwise none]",
 )
 session_option = click.option(
     "--session",
     type=FILE_TYPE,
     callback=check_session_folder,
     metavar="FILE",
-    help="Continue the text or chat in FILE, if that exists; at the end, write it to FILE with its KV cache.",
+    help="Continue the text or chat in FILE, if the file exists; at the end, save the session with its KV cache to "
+    "FILE.",
 )
 context_option = click.option(
     "--context",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Limit for prompt and text together, in tokens; prints the memory that its KV cache takes.  "
-    "[default: the model's]",
+    help="Context length: limit for prompt and text together, in tokens. Prints the size of its KV cache.  [default: "
+    "the model's]",
 )
 chat_option = click.option(
     "--chat/--raw",
     default=None,
-    help="Put the prompt into the model's chat template, or take it as it is.  [default: raw]",
+    help="Apply the model's chat template to the prompt, or use the prompt unchanged.  [default: raw]",
 )
 system_option = click.option("--system", metavar="TEXT", help="System message; needs --chat.")
 
@@ -196,7 +198,7 @@ def make_stats_option(help_text: str) -> CommandDecorator:
 
 
 class StatsCommand(click.Command):
-    """A command whose ``--stats`` takes only its own values, not the argument that follows it."""
+    """A command with an optional value after ``--stats``: any other argument there is left alone."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, fill_missing_flag_value(args, "--stats", "short", STATS_LEVELS.__contains__))
@@ -205,7 +207,7 @@ class StatsCommand(click.Command):
 def fill_missing_flag_value(
     args: list[str], flag: str, default_value: str, is_value: Callable[[str], bool]
 ) -> list[str]:
-    """Return ``args`` in which ``flag`` has the value ``default_value`` unless the argument after it is a value."""
+    """Return ``args`` with the value ``default_value`` for ``flag``, unless a value follows it."""
     filled_args = args.copy()
     for arg_index, arg in enumerate(args):
         if arg == "--":
@@ -223,7 +225,7 @@ def raise_usage_error_if(condition: object, message: str) -> None:
 
 
 def read_text_or_stdin(file: str | Path) -> str:
-    """Return the text in a file, or on stdin for -; raise an error that names it for no text."""
+    """Return the text in a file, or on stdin for -; raise an error with the name of an empty file."""
     if str(file) != "-":
         return read_text(Path(file))
     try:
@@ -235,10 +237,10 @@ def read_text_or_stdin(file: str | Path) -> str:
 
 
 def check_chat_options(chat: bool | None, system: str | None, heal: bool | None) -> None:
-    """Raise click.UsageError for options that a chat or a raw prompt can't have."""
+    """Raise click.UsageError for options without a use in a chat or with a raw prompt."""
     raise_usage_error_if(system is not None and not chat, "--system needs --chat.")
     raise_usage_error_if(
-        chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal."
+        chat and heal, "--heal can't be combined with a chat: the template ends at a token boundary; leave it out."
     )
 
 
@@ -256,7 +258,7 @@ def check_draft_option(draft: OptionValue) -> None:
     """Raise click.UsageError if ``--draft`` names no drafters."""
     if isinstance(draft, str):
         raise click.UsageError(
-            f"--draft {draft}: no such folder; name a draft model or head, or lookup, head, self or none."
+            f"--draft {draft}: no such folder; give a draft model or head, or lookup, mtp, head, self or none."
         )
 
 
@@ -274,21 +276,19 @@ def split_load_and_generate_options(values: Mapping[str, OptionValue]) -> tuple[
     raise_usage_error_if(greedy_rejection, "--accept rejection needs a --temperature above 0.")
     may_propose = params.grammar_option or draft or (draft is None and passed_options.get("arithmetic") != "fast")
     useless_lookahead = params.lookahead is not None and not may_propose
-    raise_usage_error_if(
-        useless_lookahead, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed."
-    )
+    raise_usage_error_if(useless_lookahead, "--lookahead needs a source of proposals; add --draft or a grammar.")
     return load_options, params
 
 
 def refuse_zero_max_tokens(params: Params, command: str) -> None:
-    """Raise click.UsageError if only the prompt would be read, where that is of no use."""
+    """Raise click.UsageError for a limit of 0 tokens: reading only the prompt is useless in ``command``."""
     raise_usage_error_if(
-        params.max_tokens == 0, f"{command} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt."
+        params.max_tokens == 0, f"{command} needs a --max-tokens of at least 1, or -1: 0 only runs prefill."
     )
 
 
 def check_grammar_option(params: Params) -> None:
-    """Raise OvspecError for a grammar that no model could use."""
+    """Raise OvspecError for an invalid grammar, before a model is loaded."""
     if params.grammar_option:
         from ovspec.sampling.grammar_options import convert_requested_grammar
 

@@ -19,7 +19,7 @@ from ovspec.params import Params
 
 
 def print_stream(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:
-    """Print a text as it comes, and its statistics; return whether Ctrl-C ended it."""
+    """Print a text as it is generated, and its statistics; return whether Ctrl-C ended it."""
     result, interrupted = run_stream(stream, print_text=not as_json)
     if as_json:
         click.echo(json.dumps(result_as_json(lm, result), ensure_ascii=False))
@@ -30,12 +30,12 @@ def print_stream(lm: LanguageModel, stream: TextStream, stats: str | None, as_js
 
 
 def print_context_memory(lm: LanguageModel, context: int) -> None:
-    """Print the memory that the KV cache of the requested context takes."""
+    """Print the size of the KV cache for the requested context."""
     click.echo(f"context: {context} tokens, about {lm.cache_bytes(context) / 1e6:.0f} MB of KV cache", err=True)
 
 
 def print_samples(lm: LanguageModel, prompt: Prompt, params: Params, stats: str | None, as_json: bool) -> None:
-    """Print whole texts for one prompt, if there are several, with a heading before each."""
+    """Print the texts for a prompt, under headings if there are several."""
     with show_step("generating"):
         results = lm.samples(prompt, sampling=params)
     has_several = len(results) > 1
@@ -55,7 +55,7 @@ def print_samples(lm: LanguageModel, prompt: Prompt, params: Params, stats: str 
 
 
 def print_heading(text: str) -> None:
-    """Print a heading that tells texts apart, on a pipe too."""
+    """Print a heading between texts, on a pipe too."""
     click.secho(f"==> {text} <==", bold=True)
 
 
@@ -63,7 +63,7 @@ def run_stream(stream: TextStream, print_text: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``print_text``."""
     printed_count = 0  # characters
     interrupted = False
-    interrupts = DelayedInterrupts()  # so that no Ctrl-C comes between printing and counting
+    interrupts = DelayedInterrupts()  # no Ctrl-C may come between printing and counting
     try:
         try:
             for piece in iterate_with_progress(stream, print_text):
@@ -86,7 +86,7 @@ def run_stream(stream: TextStream, print_text: bool) -> tuple[Result, bool]:
 
 
 def iterate_with_progress(stream: TextStream, print_text: bool) -> Iterator[Piece]:
-    """Yield the pieces of a stream; show a line of progress while nothing is printed that takes long."""
+    """Yield the pieces of a stream; show a progress line until the first text is printed."""
     pieces = iter(stream)
     with show_step("reading the prompt" if print_text else "generating"):
         unprinted_pieces = list(itertools.islice(pieces, 1 if print_text else None))
@@ -95,7 +95,7 @@ def iterate_with_progress(stream: TextStream, print_text: bool) -> Iterator[Piec
 
 
 def result_as_json(lm: LanguageModel, result: Result) -> JsonObject:
-    """Return a text with its statistics as ``--json`` prints it."""
+    """Return a text with its statistics, for ``--json``."""
     stats: JsonObject = asdict(result.stats)
     for rate_name in ("acceptance_rate", "conditional_acceptance"):
         stats[rate_name] = getattr(result.stats, rate_name)
@@ -119,7 +119,7 @@ def result_as_json(lm: LanguageModel, result: Result) -> JsonObject:
 
 
 def print_stats(result: Result, level: str | None) -> None:
-    """Print how a text breaks its schema, and its statistics, "short" or "full"; None for no statistics."""
+    """Print a text's schema violations and its statistics, "short" or "full"; None for no statistics."""
     for error in result.schema_errors or ():
         click.echo(f"Warning: the text breaks its schema at {error}", err=True)
     if level == "full":
@@ -129,7 +129,7 @@ def print_stats(result: Result, level: str | None) -> None:
 
 
 def summarize_stats(result: Result) -> str:
-    """Return tokens, speed and acceptance in a line."""
+    """Return tokens, speed and acceptance rate in a line."""
     stats = result.stats
     summary = f"prompt {stats.prompt_tokens} tokens"
     if stats.cached_tokens:
@@ -152,7 +152,7 @@ def describe_acceptance(result: Result) -> str:
 
 
 def describe_stats(result: Result) -> str:
-    """Return all statistics, a line for each kind."""
+    """Return all statistics, a line per kind."""
     stats = result.stats
     text_line = f"text: {stats.generated_tokens} tokens{describe_speed(stats)}"
     if stats.tpot_ms:

@@ -1,4 +1,4 @@
-"""The type of options and arguments that name a file or a folder."""
+"""The types of options and arguments for files, folders and models."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from ovspec.base.hub_names import parse_hub_name
 
 
 class PathType(click.Path):
-    """A path that the system can have. ``only_kind``: "file" or "folder" if it must not be the other one."""
+    """A path valid on this system. ``only_kind``: "file" or "folder" to refuse the other kind."""
 
     def __init__(self, only_kind: str | None = None) -> None:
         super().__init__(file_okay=only_kind != "folder", dir_okay=only_kind != "file", path_type=Path)
@@ -23,7 +23,7 @@ class PathType(click.Path):
 
 
 class ModelType(click.ParamType):
-    """The name of a model: a path that the system can have, a hub id, or another name."""
+    """The name of a model: a path valid on this system, a hub id, or another name."""
 
     name = "text"
 

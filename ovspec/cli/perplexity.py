@@ -15,15 +15,15 @@ from ovspec.params.option import OptionValue
 @click.argument("folder", type=PATH_TYPE, metavar="DIR")
 @click.argument("file", type=PATH_TYPE)
 @click.option(
-    "--context", type=click.IntRange(2), help="Tokens of a window.  [default: the model's context, up to 1024]"
+    "--context", type=click.IntRange(2), help="Window size in tokens.  [default: the model's context, up to 1024]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @target_options
 def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: OptionValue) -> None:
-    """Measure how well the model in DIR predicts the text in FILE; - is stdin.
+    """Measure the perplexity of the model in DIR on the text in FILE; - is stdin.
 
-    The text is read in windows that overlap by half. Every token except the first is scored once; after the first
-    window, each is predicted from at least half a window of text.
+    The text is read in windows, each overlapping the previous window by half. Every token except the first is scored
+    once. After the first window, each token has at least half a window of context.
 
     \b
     Example:

@@ -20,17 +20,18 @@ from ovspec.params.serving import SERVE_OPTIONS, ServeParams
 @draft_option
 @add_options(LOAD_OPTIONS)
 def serve(model: str | None, **all_options: OptionValue) -> None:
-    """Serve MODEL over OpenAI's API (by default the embedded demo pair).
+    """Serve MODEL (by default the embedded demo pair) over an OpenAI-compatible API.
 
-    Requests join a batch that is generated round by round, with drafts, grammars and samplers. With exact arithmetic
-    a request's text is the one that 'ovspec generate' gives alone, whatever else is asked for at the same time. What a
-    request leaves out of its sampling is as the model's generation config recommends; --temperature sets another one.
-    The server's address, opened in a browser, is a chat.
+    Requests are generated with continuous batching; drafts, grammars and samplers all work. With exact arithmetic a
+    request's text is the same as from 'ovspec generate', regardless of other requests. Sampling defaults come from the
+    model's generation config; --temperature overrides the temperature. Open the server's address in a
+    browser to chat.
 
-    The server listens while MODEL is exported, and answers with status 503; /ready says how far that is.
+    While MODEL is being exported, the server already listens: it answers with status 503, and /ready reports the
+    progress.
 
-    Only programs on this machine are served, unless there is a key: put keys into a file, one a line, for
-    --api-key-file, or one into OVSPEC_API_KEY. SIGTERM or Ctrl-C lets running requests end; a second one ends them.
+    Without an API key, only clients on this machine are served. --api-key-file names a file with keys, one per line;
+    OVSPEC_API_KEY holds a single key. After SIGTERM or Ctrl-C, running requests finish; a second signal ends them.
 
     \b
     Examples:
@@ -57,12 +58,12 @@ def start_server(
         from ovspec.server.server import serve as serve_model
         from ovspec.server.startup import answer_while_preparing
     except ImportError as error:
-        raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
+        raise OvspecError(f"The server needs the package {error.name}; run pip install 'ovspec[serve]'.") from None
     from ovspec.setup.exporting import find_exported_model, find_or_export_model
 
     api_keys = read_api_keys(params.api_key_file)
     check_option_combinations(params, api_keys)
-    listening_socket = open_socket(params.host, params.port)  # before the model is loaded, which takes long
+    listening_socket = open_socket(params.host, params.port)  # before loading the model takes minutes
     draft = load_options.pop("draft", None)
     weight_format = load_options.pop("weight_format", None)
     with contextlib.ExitStack() as startup:
@@ -86,7 +87,7 @@ def chat_in_browser(model: str | None, options: dict[str, OptionValue]) -> None:
 
 
 def name_model(model: str | None, folder: Path) -> str:
-    """Return the name of the model that is served from ``folder``: that of its folder or file, or its hub id."""
+    """Return the API's name for the model in ``folder``: the name of its folder or file, or its hub id."""
     if model is None or Path(model) == folder:
         return folder.resolve().name
     return Path(model).resolve().name.removesuffix(".gguf") if Path(model).exists() else model

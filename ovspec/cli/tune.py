@@ -20,7 +20,7 @@ from ovspec.params.loading import LOAD_OPTIONS
 if TYPE_CHECKING:
     from ovspec.setup.profile import Goal, Profile
 
-WORTHWHILE_SHARE = 0.9  # share of the time of products from which on another weight format is worth an export
+WORTHWHILE_SHARE = 0.9  # another weight format is worth an export up to this share of the products' time
 GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without importing openvino
 
 
@@ -32,25 +32,25 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
     type=click.Choice(GOALS),
     default="balanced",
     show_default=True,
-    help="What to minimise: the time per generated token (decode), the time to read the prompt (prefill), or both "
-    "(balanced); accuracy is balanced among the settings whose KL divergence from f32 is at most 1e-6 nats.",
+    help="Minimise the time per generated token (decode), the prefill time (prefill), or both (balanced); accuracy "
+    "is balanced, restricted to settings with a KL divergence from f32 of at most 1e-6 nats.",
 )
 @add_options({"device": LOAD_OPTIONS["device"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--cache-dir",
     type=FOLDER_TYPE,
-    help="Folder of compiled models and profiles; give other commands the same one.  [default: the user's cache]",
+    help="Folder for compiled models and profiles; use the same folder in other commands.  [default: the user's cache]",
 )
 def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cache_dir: Path | None) -> None:
-    """Measure which settings are fastest for the model in DIR (by default the embedded demo pair) on this machine's
-    CPU or GPU, and use them from now on.
+    """Find the fastest settings for the model in DIR (by default the embedded demo pair), and use them from now on, on
+    this machine's CPU or GPU.
 
     Tries precisions, dynamic quantisation and both engines, for the target and the draft in DIR. A setting is chosen
-    only if its output is about as accurate as that of OpenVINO's default, and if exact arithmetic is as exact as
-    without a profile, which is probed on the CPU. On a GPU, a u8 KV cache is measured and not chosen.
+    only if its output is about as accurate as with OpenVINO's default, and if exact arithmetic stays as exact as
+    without a profile (probed on the CPU). On a GPU, a u8 KV cache is measured but never chosen.
 
-    The result is kept as a profile, which models of the same shape and weight format share. Use an idle machine.
+    The result is saved as a profile, shared by models of the same shape and weight format. Use an idle machine.
 
     \b
     Examples:
@@ -71,12 +71,12 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     device_options = DeviceOptions(parse_device_option(device or "CPU"), cache_dir=cache_dir)
     profile_file = find_profile_file(folder, device_options)
     assert profile_file
-    try:  # before minutes of measuring are lost
+    try:  # checked before minutes of measuring
         profile_file.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=profile_file.parent).close()
     except OSError as error:
         reason = f"cannot be created or written to ({error.strerror})"
-        raise OvspecError(f"{profile_file.parent}: {reason}; name another folder with --cache-dir.") from None
+        raise OvspecError(f"{profile_file.parent}: {reason}; choose another folder with --cache-dir.") from None
     profiles_json: JsonObject = {}
     profiles: dict[Path, Profile] = {}
     for model_role, model_folder in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
@@ -98,13 +98,13 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
             click.echo("\n".join(format_tuning_report(model_role, model_folder, profile)))
     if as_json:
         click.echo(json.dumps(profiles_json))
-    for model_profile_file, profile in profiles.items():  # where that failed, the figures have been shown
+    for model_profile_file, profile in profiles.items():  # if this fails, the figures have already been shown
         write_atomically(model_profile_file, json.dumps(asdict(profile), indent=1))
 
 
 @contextlib.contextmanager
 def show_tuning_progress(label: str) -> Iterator[Callable[[str, float], None]]:
-    """Show a progress bar on stderr; yield a function that takes the setting being measured and the share done."""
+    """Show a progress bar on stderr; yield its update function, of the current setting and the finished share."""
 
     def show_setting(setting: str | None) -> str:
         return setting or ""
@@ -160,14 +160,14 @@ def format_tuning_report(model_role: str, folder: Path, profile: Profile) -> lis
 
 
 def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
-    """Return the cost of the weight formats here, and which is worth an export; ``formats_ms``: the model's first."""
+    """Return the times of weight formats and advice on exports; ``formats_ms``: the model's own format first."""
     from ovspec.setup.weight_formats import find_export_options
 
     if not formats_ms:
         return []
     own_format, *other_formats = formats_ms
     time_shares = {weight_format: formats_ms[weight_format] / formats_ms[own_format] for weight_format in other_formats}
-    advice_lines = [f"its weights are {own_format}; matrix products take with weights in other formats:"]
+    advice_lines = [f"weight format: {own_format}; relative time of matrix products in other formats:"]
     advice_lines += [
         f"  {weight_format}: {time_share:.2f}x the time" for weight_format, time_share in time_shares.items()
     ]
@@ -182,4 +182,4 @@ def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
         f"an export with {find_export_options(weight_format)} should generate faster here"
         for weight_format in worthwhile_formats
     ]
-    return advice_lines + ["  (--evaluate tells what each loses)"] * bool(worthwhile_formats)
+    return advice_lines + ["  (measure the loss of accuracy with --evaluate)"] * bool(worthwhile_formats)

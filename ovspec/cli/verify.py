@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("file", type=PATH_TYPE, metavar="RESULT")
-@click.option("--model", "folder", metavar="DIR", help="Folder of the model.  [default: the one that the result names]")
+@click.option("--model", "folder", metavar="DIR", help="Folder of the model.  [default: the folder named in RESULT]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @target_options
 def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue) -> None:
-    """Check that every token in RESULT is the one that the model chooses there.
+    """Check every token in RESULT against the model's own choice.
 
-    RESULT is what 'ovspec generate --json' printed, or the output of 'ovspec batch'; - is stdin. One forward pass over
-    prompt and text checks each token: greedy or by its seed, with grammars, penalties and healing. The model runs with
-    the settings that the text was made with, unless you give others. Exits with 1 if a token differs.
+    RESULT is the output of 'ovspec generate --json' or 'ovspec batch'; - is stdin. A single forward pass over prompt
+    and text checks each token, greedy or sampled with its seed, with grammars, penalties and healing. By default the
+    model runs with the settings recorded in RESULT. The exit code is 1 if a token differs.
 
     \b
     Example:
@@ -54,7 +54,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
             model_key = json.dumps(identity, sort_keys=True, default=str)
             if model_key not in models:
                 model_folder = Path(folder or str(identity.get("folder", "")))
-                message = f"{label}: its model {model_folder} isn't here; name the model's folder with --model."
+                message = f"{label}: its model {model_folder} was not found; give the model's folder with --model."
                 raise_usage_error_if(not folder and not model_folder.is_dir(), message)
                 models[model_key] = load_model(model_folder, draft="none", **recorded_load_options(identity, runtime))
             with show_step(f"{label}: checking"):
@@ -67,7 +67,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
                 f"{label}: {mistake_line}"
                 for mistake_line in describe_mistakes(models[model_key], verification, identity)
             ]
-    raise_usage_error_if(not verifications, f"{source_name}: no text in it, only errors.")
+    raise_usage_error_if(not verifications, f"{source_name}: contains only errors, no texts; give another file.")
     token_count = sum(verification.tokens for verification in verifications.values())
     exact_count = sum(verification.exact for verification in verifications.values())
     if as_json:
@@ -86,8 +86,8 @@ def iterate_recorded_texts(source: str, source_name: str) -> Iterator[tuple[str,
     """Yield (label, text with its record) for each text in a result or in a batch's output."""
     for label, entry in parse_entries(source, source_name):
         is_object = isinstance(entry, dict)
-        raise_usage_error_if(not is_object, f"{label}: not a result; name a file that --json or a batch has written.")
-        if "record" not in entry and entry.get("error"):  # a failed request of a batch
+        raise_usage_error_if(not is_object, f"{label}: not a result; give a file written by --json or a batch.")
+        if "record" not in entry and entry.get("error"):  # a batch's failed request
             continue
         response = entry.get("response")
         result_body = response.get("body", entry) if isinstance(response, dict) else entry
@@ -98,7 +98,7 @@ def iterate_recorded_texts(source: str, source_name: str) -> Iterator[tuple[str,
 
 
 def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
-    """Return (label, value) of one JSON value, or of each line of JSON Lines."""
+    """Return (label, value) of a single JSON value, or of each line of JSON Lines."""
     with contextlib.suppress(ValueError):
         return [(source_name, json.loads(source))]
     entries = []
@@ -108,12 +108,12 @@ def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
             if line.strip():
                 entries.append((label, json.loads(line)))
         except ValueError:
-            raise click.UsageError(f"{label}: not JSON.") from None
+            raise click.UsageError(f"{label}: not JSON; give a file written by --json or a batch.") from None
     return entries
 
 
 def recorded_load_options(identity: JsonObject, runtime: dict[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return the settings of the model that made a text, as options of ``load``; ``runtime`` takes precedence."""
+    """Return a text's recorded model settings as options of ``load``; ``runtime`` takes precedence."""
     passed_options = {option: value for option, value in runtime.items() if value is not None}
     recorded_options = {
         option: identity[option] for option in ("device", "engine", "arithmetic", "threads") if identity.get(option)
@@ -134,7 +134,7 @@ def recorded_load_options(identity: JsonObject, runtime: dict[str, OptionValue])
 
 
 def describe_mistakes(lm: LanguageModel, verification: Verification, identity: JsonObject) -> list[str]:
-    """Return lines that say what is wrong with a text; ``identity``: of the model that made it."""
+    """Return a text's mistakes, line by line; ``identity``: its recorded model."""
 
     def quote_token_with_id(token: int) -> str:
         return f"{lm.tokenizer.decode([token])!r} (id {token})"
@@ -144,7 +144,7 @@ def describe_mistakes(lm: LanguageModel, verification: Verification, identity: J
     recorded_system = identity.get("system", this_system)
     if recorded_system != this_system:
         mistake_lines.append(
-            f"made on {recorded_system}, and this is {this_system}, which may round otherwise; "
+            f"made on {recorded_system}, but this is {this_system}, which may round differently; "
             f"check it on {recorded_system}"
         )
     if verification.problem:

@@ -1,4 +1,4 @@
-"""Parsing of ``draft=`` and ``--draft``, without importing numpy, so that the command line can use it."""
+"""Parsing of ``draft=`` and ``--draft``; it doesn't import numpy, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ovspec.base.hub_names import parse_hub_name
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter
 
-# The draft exported with the target: any, one made of the target's layers, an EAGLE-3 head, or the target's MTP layer.
+# The draft exported with the target: any, one made from the target's layers, an EAGLE-3 head, the target's MTP layer.
 EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, MTP_DRAFT = "draft", "self", "head", "mtp"
 EXPORTED_DRAFTS = (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, MTP_DRAFT)
 NO_DRAFT = "none"
@@ -24,8 +24,7 @@ class DraftChoice:
     """Up to two drafters, asked in the order lookup, user's drafter, model. A choice without any is false.
 
     user_drafter: a user's drafter, or a function that makes one for each session or batch.
-    model: the folder of the draft model or head; until the target's folder is known, perhaps one of
-        ``EXPORTED_DRAFTS``.
+    model: the folder of the draft model or head; an entry of ``EXPORTED_DRAFTS`` until the target's folder is known.
     """
 
     lookup: bool = False
@@ -47,7 +46,7 @@ class DraftChoice:
 
 
 def parse_draft(draft: Any) -> DraftChoice | None:
-    """Return the drafters that ``draft`` names, as described at ``load``; None for no drafter.
+    """Return the drafters named by ``draft``, as described at ``load``; None for no drafter.
 
     Raises:
         OvspecError: a part of ``draft`` is not a draft, or the parts can't be combined.
@@ -58,9 +57,13 @@ def parse_draft(draft: Any) -> DraftChoice | None:
     chain_parts = split_draft_chain(draft)
     for chain_part in chain_parts:
         if choice and chain_part == "lookup":
-            raise OvspecError("lookup costs nothing, so it must come first in a chain: write 'lookup,DRAFT'.")
+            raise OvspecError(
+                "`draft`: lookup must come first in a chain, because it costs nothing; write 'lookup,DRAFT'."
+            )
         if choice.model:
-            raise OvspecError("A draft model or head always has something to propose, so it must come last in a chain.")
+            raise OvspecError(
+                "`draft`: a draft model or head must come last in a chain, because it always proposes tokens."
+            )
         if chain_part == "lookup":
             choice = replace(choice, lookup=True)
         elif chain_part is True:
@@ -71,13 +74,13 @@ def parse_draft(draft: Any) -> DraftChoice | None:
             choice = replace(choice, user_drafter=chain_part)
         else:
             raise OvspecError(
-                f"`draft={chain_part!r}` is not a draft: give a folder, lookup, mtp, head, self or none, or a Drafter."
+                f"`draft={chain_part!r}` is not a draft; give a folder, lookup, mtp, head, self or none, or a Drafter."
             )
     if (
         choice.lookup + (choice.user_drafter is not None) + (choice.model is not None) < len(chain_parts)
         or len(chain_parts) > 2
     ):
-        raise OvspecError("A chain has at most two drafters, which must differ, such as 'lookup,DRAFT'.")
+        raise OvspecError("`draft`: a chain must be two different drafters, such as 'lookup,DRAFT'.")
     return choice or None
 
 

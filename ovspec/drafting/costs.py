@@ -1,4 +1,4 @@
-"""What an inference costs by its width, learned while generating."""
+"""The cost of an inference by its width, learned during generation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from ovspec.cache.decoder import FAST_RULE, FeedRule
 
-WIDEST_INFERENCE = 64  # largest width whose cost is learned; beyond it, the cost is extrapolated linearly
-INITIAL_WIDTH_CHANGE_SHARE = 0.2  # share of an inference that a change of width costs until it is known
-MEASURED_CHANGE_COUNT = 4  # number of changes that a profile's measurement counts for
-# One inference counts as no faster or slower than by these factors, and slower by less if it may have made kernels.
+WIDEST_INFERENCE = 64  # largest width with a learned cost; beyond it, the cost is extrapolated linearly
+INITIAL_WIDTH_CHANGE_SHARE = 0.2  # assumed cost of a change of width until measured, as a share of an inference
+MEASURED_CHANGE_COUNT = 4  # weight of a profile's measurement, in changes
+# One inference counts as no faster or slower than by these factors, and slower by less if it may have compiled kernels.
 FASTEST_FACTOR = 0.1
 SLOWEST_FACTOR = 2.0
 SLOWEST_FACTOR_OF_FIRST = 1.1
-# Exponents by which all costs follow an inference's factor, and additional ones for its own width and wider ones. Both
-# are larger at first: INITIAL_... divided by the inferences of its width, or by all inferences since a prompt was read,
-# including that one. An inference may take longer for many reasons, but hardly ever less time than it needs, so costs
+# Exponents by which all costs follow an inference's factor, and additional exponents for its own width and above. Both
+# are larger at first: INITIAL_... divided by the inferences of its width, or by all inferences since the last prefill,
+# including itself. An inference may be slow for many reasons, but is hardly ever faster than its true cost, so costs
 # fall faster than they rise.
 ALL_COSTS_EXPONENT = 0.03
 OWN_WIDTH_EXPONENT = 0.06
@@ -26,25 +26,25 @@ INITIAL_EXPONENT_FOR_RISING_COSTS = 0.5
 INITIAL_EXPONENT_FOR_FALLING_COSTS = 1.0
 INITIAL_OWN_WIDTH_EXPONENT = 0.3
 # With a draft, the same width comes many times in a row. After this many, if a profile has measured the costs of
-# widths, an inference shows how fast the machine is now, by its clock or by other work: all costs follow more, the cost
-# of its own width less.
+# widths, an inference shows the machine's current speed, due to its clock or other work: all costs follow more, the
+# cost of the inference's own width less.
 STEADY_INFERENCES = 3
 STEADY_ALL_COSTS_EXPONENT = 0.1
 STEADY_OWN_WIDTH_EXPONENT = 0.02
-WIDTH_CHANGE_LEARNING_RATE = 0.1  # share by which the cost of a change of width follows a measured one; more at first
+WIDTH_CHANGE_LEARNING_RATE = 0.1  # share by which the cost of a change of width follows a measurement; more at first
 
 
 class InferenceCosts:
     """Milliseconds of an inference by its width in tokens, learned from each inference.
 
-    An inference of another width than the one before takes longer, because OpenVINO prepares every layer anew. So a
-    narrower inference is filled up to the last width if that takes less time.
+    An inference of a new width takes longer, because OpenVINO prepares every layer anew. So a narrower inference is
+    padded to the last width if padding takes less time.
 
     Args:
-        measured_ms: the costs of some widths, from a profile; without one, the first that comes again sets the scale.
-        width_change_ms: the additional cost of a change of width, if it was measured.
-        can_fill: whether the decoder can fill up an inference.
-        rule: how the decoder feeds tokens: how many it computes, and how many at most, so that more are several
+        measured_ms: the costs of some widths, from a profile; otherwise the first width that repeats sets the scale.
+        width_change_ms: the additional cost of a change of width, if measured.
+        can_fill: whether the decoder can pad an inference.
+        rule: the decoder's feed rule: how many tokens it computes at least, and at most; more tokens take several
             inferences.
     """
 
@@ -59,12 +59,12 @@ class InferenceCosts:
         self.is_known = self._was_measured = bool(measured_ms)
         if width_change_ms is None:
             self.width_change_ms = INITIAL_WIDTH_CHANGE_SHARE * float(costs[1])  # added by a change of width
-            self._width_change_count = 0  # from which ``width_change_ms`` is learned
+            self._width_change_count = 0  # number of samples for ``width_change_ms``
         else:
             self.width_change_ms = width_change_ms
             self._width_change_count = MEASURED_CHANGE_COUNT
         self._rule = rule
-        # The width that an inference of each width is computed at, and costs as much as.
+        # For each width, the width that it is computed at, with the same cost.
         widths = range(WIDEST_INFERENCE + 1)
         self._computed_widths = np.array(
             [min(rule.padded_token_count(max(1, width)), WIDEST_INFERENCE) for width in widths]
@@ -72,11 +72,11 @@ class InferenceCosts:
         self.ms_by_width = costs = costs[self._computed_widths]
         self._can_fill = can_fill
         self._last_width = 0
-        self._same_width_count = 0  # inferences of that width just before it
-        self._spent_filling_ms = 0.0  # spent on filling since an inference last needed its width
+        self._same_width_count = 0  # consecutive inferences of the last width
+        self._spent_filling_ms = 0.0  # time spent on padding since the last inference that needed its width
         half_width = WIDEST_INFERENCE // 2
         self._further_token_ms = float(costs[WIDEST_INFERENCE] - costs[half_width]) / half_width  # beyond the widest
-        self._inferences_since_prompt = 0  # inferences since a prompt was read
+        self._inferences_since_prompt = 0  # inferences since the last prefill
         self._inference_counts: Counter[int] = Counter()  # of each width
 
     def __call__(self, width: int) -> float:
@@ -85,9 +85,9 @@ class InferenceCosts:
         return float(self.ms_by_width[WIDEST_INFERENCE]) + self._further_token_ms * (width - WIDEST_INFERENCE)
 
     def next_inference_costs(self, change_share: float = 1.0) -> np.ndarray:
-        """Return the next inference's ms by the width that it needs, (WIDEST_INFERENCE + 1,).
+        """Return the next inference's ms by the width needed, (WIDEST_INFERENCE + 1,).
 
-        ``change_share``: the share of a change of width that counts.
+        ``change_share``: share of the cost of a change of width to count.
         """
         last_width = self._last_width
         if not 0 < last_width <= WIDEST_INFERENCE:
@@ -99,7 +99,7 @@ class InferenceCosts:
         return costs[self._computed_widths]
 
     def choose_fill_width(self, needed_width: int) -> int:
-        """Return how many tokens the next inference should compute if it needs at least ``needed_width``."""
+        """Return the number of tokens for the next inference to compute if it needs at least ``needed_width``."""
         last_width = self._last_width
         if not (self._can_fill and needed_width and needed_width < last_width <= WIDEST_INFERENCE):
             self._spent_filling_ms = 0.0
@@ -111,22 +111,21 @@ class InferenceCosts:
         return needed_width
 
     def note_untimed_inference(self, width: int, read_prompt: bool = False) -> None:
-        """Note an inference of ``width`` tokens whose time is no measurement.
+        """Note an inference of ``width`` tokens without a usable time.
 
-        If it read a prompt, the context has another length from now on, which changes all costs alike: they follow
-        almost as at first.
+        If it was a prefill, the new context length changes all costs alike: they adapt almost as fast as at first.
         """
         self._last_width = width
         if read_prompt:
             self._inferences_since_prompt = 1
 
     def learn_inference(self, width: int, ms: float, has_draft: bool = True) -> float:
-        """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.
+        """Learn from an inference of ``width`` tokens: adjust its width's cost most, and all others.
 
-        One wider than ``WIDEST_INFERENCE`` only adjusts the cost of such widths. Returns how many milliseconds it
-        usually takes; 0.0 at first, until a width comes again: the first of each makes kernels.
+        A width above ``WIDEST_INFERENCE`` only adjusts the cost of such widths. Returns the usual milliseconds for the
+        width; 0.0 at first, until a width repeats: the first inference of each width compiles kernels.
 
-        ``has_draft``: whether it is an inference of a draft model, or of a target that has one.
+        ``has_draft``: whether it is an inference of a draft model, or of a target with a draft model.
         """
         width = self._rule.padded_token_count(width)
         width_changed = width != self._last_width
@@ -136,7 +135,7 @@ class InferenceCosts:
             self._same_width_count = 0
         if width > WIDEST_INFERENCE:
             if self.is_known:
-                self.ms_by_width = np.minimum(self.ms_by_width, ms)  # a narrower one can't take longer
+                self.ms_by_width = np.minimum(self.ms_by_width, ms)  # a narrower inference can't take longer
                 excess_ms = ms - float(self.ms_by_width[WIDEST_INFERENCE])
                 self._further_token_ms = max(0.0, excess_ms / (width - WIDEST_INFERENCE))
             return ms
@@ -144,8 +143,8 @@ class InferenceCosts:
         self._inference_counts[width] += 1
         same_width_ms = float(self.ms_by_width[width])
         usual_ms = same_width_ms + width_changed * self.width_change_ms
-        is_first = self._inference_counts[width] == 1  # it may include the time to make kernels
-        if not self.is_known:  # the first that makes none counts
+        is_first = self._inference_counts[width] == 1  # it may include kernel compilation
+        if not self.is_known:  # the first without kernel compilation counts
             self.is_known = not is_first
             scale = ms / usual_ms
             self.ms_by_width = self.ms_by_width * scale
@@ -172,7 +171,7 @@ class InferenceCosts:
         if not width_changed:
             own_width_exponent = max(own_width_exponent, INITIAL_OWN_WIDTH_EXPONENT / self._inference_counts[width])
         own_width_factor = time_factor**own_width_exponent
-        self.ms_by_width[max(1, width - 1) :] *= own_width_factor  # its neighbour and all wider ones
+        self.ms_by_width[max(1, width - 1) :] *= own_width_factor  # its neighbour and all larger widths
         self.ms_by_width[width] *= own_width_factor
         self.ms_by_width = self.ms_by_width[self._computed_widths]
 
@@ -180,7 +179,7 @@ class InferenceCosts:
 def initial_costs(measured_ms: Mapping[int, float] | None, max_width: int | None) -> np.ndarray:
     """Return the ms by width, (WIDEST_INFERENCE + 1,), before anything is learned; relative if none was measured.
 
-    ``max_width``: number of tokens of the widest inference; more are several inferences.
+    ``max_width``: number of tokens of the widest inference; more tokens take several inferences.
     """
     widths = np.arange(WIDEST_INFERENCE + 1)
     if measured_ms and len(measured_ms) > 1:

@@ -35,11 +35,11 @@ class ModelDrafter(Drafter):
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         budgets = [self._row_budget(index, row, lookahead) for index, row in enumerate(rows)]
-        drafting_rows = [index for index, budget in enumerate(budgets) if budget]  # rows that draft in the next step
+        drafting_rows = [index for index, budget in enumerate(budgets) if budget]  # rows to draft in the next step
         if not drafting_rows or not lookahead.can_afford_drafting(self.name, len(drafting_rows)):
             return [NO_PROPOSAL] * len(rows)
         self.decoder.reuse_prefixes([row.sequence for row in rows])
-        # The draft may hold tokens of another text: after a rewind, or of a text before this one.
+        # The draft may hold tokens of another text: after a rewind, or of an earlier text.
         read_counts = {
             index: measure_common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in drafting_rows
         }
@@ -49,7 +49,7 @@ class ModelDrafter(Drafter):
         if not lookahead.should_draft(self.name, unread_count, draft_budgets, reads_prompt):
             return [NO_PROPOSAL] * len(rows)
         drafts = [RowDraft(row, budget, self._trimmed_vocabulary) for row, budget in zip(rows, budgets, strict=True)]
-        # First feed the tokens that the draft has not read yet, then its own tokens; the last one is never fed.
+        # First feed the tokens the draft has not read yet, then its own tokens; the last token is never fed.
         fed_tokens = [NO_TOKENS] * len(rows)
         for index in drafting_rows:
             fed_tokens[index] = catch_up(self.decoder, index, rows[index].sequence)
@@ -84,9 +84,9 @@ class ModelDrafter(Drafter):
         return min(budget, max(0, context_length - len(row.sequence)))
 
     def _postpone_prompts(self, fed_tokens: list[np.ndarray], drafting_rows: list[int], lookahead: Lookahead) -> None:
-        """Cut prompts in ``fed_tokens`` that are too long, and take their rows out of ``drafting_rows``, both in place.
+        """Cut prompts in ``fed_tokens`` that are too long, and remove their rows from ``drafting_rows``, both in place.
 
-        The other rows must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
+        The other rows must not wait for a whole prefill; with a prefill budget, not even if they have one, too.
         """
         prompt_rows = [index for index in drafting_rows if len(fed_tokens[index]) > PREFILL_THRESHOLD]
         do_others_wait = lookahead.limits_waiting or len(prompt_rows) < len(drafting_rows)
@@ -101,7 +101,7 @@ class ModelDrafter(Drafter):
 
 
 class RowDraft:
-    """The drafted tokens of one row, at most ``budget`` of them, from logits of ``trimmed_vocabulary``."""
+    """The drafted tokens of one row, at most ``budget``, from logits of ``trimmed_vocabulary``."""
 
     def __init__(self, row: RowToDraft, budget: int, trimmed_vocabulary: TrimmedVocabulary | None) -> None:
         self.drafted_tokens: list[DraftedToken] = []
@@ -118,8 +118,8 @@ class RowDraft:
     def extend_draft(self, logits: np.ndarray) -> bool:
         """Add the token chosen from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
 
-        Returns whether to continue; not if a constraint or a user's function fails, which the target will find out for
-        this row alone.
+        Returns whether to continue. If a constraint or a user's function fails, it stops, and the target then reports
+        the failure for this row alone.
         """
         sampler = self._row.sampler
         self._fed_length = self._length

@@ -1,4 +1,4 @@
-"""The base class of drafters, and a row as a round and its drafter see it."""
+"""The base class of drafters, and a row as rounds and drafters see it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """Limits of a row on proposals; None for no limit."""
+    """A row's limits on proposals; None for no limit."""
 
-    drafter_names: frozenset[str] | None = None  # names of the drafters that may propose
-    lookahead: int | None = None  # maximum number of tokens in a round; with 0, none are forced, either
+    drafter_names: frozenset[str] | None = None  # names of the allowed drafters
+    lookahead: int | None = None  # maximum number of tokens per round; 0 also turns off forced tokens
 
 
 NO_DRAFT_LIMITS = DraftLimits()
 
 
 class RowToDraft(NamedTuple):
-    """One row at the beginning of a round, as its drafter sees it."""
+    """One row at the beginning of a round, in the drafter's view."""
 
     sequence: Sequence  # the tokens so far; the round commits to it
     sampler: Sampler
-    budget: int  # maximum number of tokens that may still be committed, forced and proposed ones included
-    drafters_may_propose: bool = (
-        True  # whether drafters are asked; not before the first token, which must not wait for them
-    )
+    budget: int  # maximum number of further tokens to commit, forced and proposed ones included
+    drafters_may_propose: bool = True  # whether drafters are asked; not before the first token, which must not wait
     draft_limits: DraftLimits = NO_DRAFT_LIMITS
-    logits_rows: int = 1  # at the end of the text, that need logits
+    logits_rows: int = 1  # logits needed at the end of the text
 
     def draft_budget(self, drafter_name: str | None = None) -> int:
-        """Return how many tokens that drafter, or any, may propose; one of the budget is the target's own."""
+        """Return how many tokens the drafter, or any, may propose; one of the budget is the target's own."""
         limits = self.draft_limits
         if not self.drafters_may_propose:
             return 0
@@ -52,9 +50,9 @@ class RowToDraft(NamedTuple):
         return budget
 
     def cut_to_allowed(self, proposal: Proposal) -> Proposal:
-        """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text.
+        """Return ``proposal`` up to the first forbidden token, or up to the end of the text.
 
-        Nothing of it if a constraint or a user's function fails, which the target will find out for this row alone.
+        Returns an empty proposal if a constraint or a user's function fails; the target then fails for this row alone.
         """
         with self.sampler.stopwatch:
             try:
@@ -67,20 +65,20 @@ class RowToDraft(NamedTuple):
 class Drafter:
     """Proposes tokens for every row of a batch; reads only committed tokens and its own guesses.
 
-    A drafter of your own needs only ``guess``; its attribute ``name``, by default its class's, is its name in
-    statistics. The other methods are for drafters that keep state for each row.
+    A custom drafter needs only ``guess``; its attribute ``name``, by default the class name, is its name in statistics.
+    The other methods are for drafters with state for each row.
     """
 
-    name = ""  # its name in statistics; by default that of its class
+    name = ""  # the name in statistics; by default the class name
     vocabulary: KnownTokenIds = ALL_IDS  # set by the model: other ids are never proposed
     seconds = 0.0  # spent in inference so far
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
-        """Return at most ``budget`` ids that may follow ``tokens`` (n,) int64, which must not be modified."""
-        raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget)")
+        """Return at most ``budget`` ids likely to follow ``tokens`` (n,) int64, which must not be modified."""
+        raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget).")
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
-        """Return a proposal for every row, cut to the length that the lookahead finds worthwhile."""
+        """Return a proposal for every row, cut to the length the lookahead finds worthwhile."""
         budgets = [row.draft_budget(self.name) for row in rows]
         if not lookahead.should_draft(self.name, 0, budgets):
             return [NO_PROPOSAL] * len(rows)
@@ -93,7 +91,7 @@ class Drafter:
         """Forget everything and start over with ``rows`` rows."""
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i a copy of old row ``rows[i]``, or an empty one, as ``Decoder.reorder`` does."""
+        """Make new row i a copy of old row ``rows[i]``, or an empty row, as ``Decoder.reorder`` does."""
 
     def _guess_for_row(self, row: RowToDraft, budget: int) -> Proposal:
         if not budget:

@@ -1,4 +1,4 @@
-"""Makes the drafter that a call names: one drafter, a chain of two, or a user's own."""
+"""Makes a call's drafter: one drafter, a chain of two, or a user's own."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def make_drafter(
     known_ids: KnownTokenIds,
     head_name: str = "head",
 ) -> Drafter | None:
-    """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
+    """Return the drafter for ``choice``, a chain of two if it has two; None for plain decoding.
 
     Args:
-        draft_decoders: the decoder of the draft model, or those of a head's layers, if ``choice`` names one.
-        target_decoder: the target's decoder, if the draft is a head, which reads its features.
-        target_ids: the target's id of each of the draft's logits; None if they are all of the target's.
+        draft_decoders: the decoder of the draft model, or the decoders of a head's layers, if ``choice`` has one.
+        target_decoder: the target's decoder, if the draft is a head on the target's features.
+        target_ids: the target's id of each of the draft's logits; None for the target's whole vocabulary.
         target_width: width of the target's logits.
-        corpora: lookup may propose from these, too.
-        known_ids: the ids that may be proposed.
-        head_name: the name that a head has as a drafter.
+        corpora: further texts for lookup to propose from.
+        known_ids: the ids allowed in proposals.
+        head_name: the head's name as a drafter.
     """
     if not choice:
         return None

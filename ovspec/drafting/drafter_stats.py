@@ -1,4 +1,4 @@
-"""How often a drafter's tokens are accepted, and how much drafting has saved, learned while generating."""
+"""A drafter's acceptance and the time it has saved, learned during generation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ovspec.drafting.proposal import Proposal
 CONFIDENCE_EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 PRIOR_ACCEPTANCE = (np.array([0.0, *CONFIDENCE_EDGES]) + np.array([*CONFIDENCE_EDGES, 1.0])) / 2
 PRIOR_WEIGHT = 2.0
-FIRST_ACCEPTANCE = 0.75  # conditional acceptance assumed of a drafter that hasn't proposed anything
+FIRST_ACCEPTANCE = 0.75  # conditional acceptance assumed of a new drafter
 OBSERVATION_RETENTION = 0.95  # factor by which each new observation discounts the older ones
-# A drafter may lose the time of this many plain rounds, and as much again as it has saved lately. After that it gets
-# this share of all rounds for its trials.
+# A drafter may lose the time of this many plain rounds, plus as much as it has saved lately. After that it gets this
+# share of all rounds for its trials.
 BASE_ALLOWED_LOSS_ROUNDS = 1.2
 TRIAL_ROUND_SHARE = 0.003
-# Tokens that savings count for. Repetitions, which lookup needs, depend on the text's kind, which may change at once; a
-# model is about as good at one kind as at another.
+# Tokens over which savings are kept. Lookup depends on repetitions, and so on the kind of text, which may change at
+# once; a model is about equally good at all kinds.
 RECENT_TOKENS = {"lookup": 24}
 RECENT_TOKENS_OF_MODELS = 400
-MAX_SAVED_ROUNDS = 16  # a drafter that is suddenly useless loses no more of its savings, in plain rounds
+MAX_SAVED_ROUNDS = 16  # limit of savings in plain rounds, and so of a suddenly useless drafter's losses
 
 
 class AcceptanceRates:
@@ -63,7 +63,7 @@ class AcceptanceRates:
                 self._reached_by_bin[bin_index] += 1
 
     def fade_rates(self, proposal: Proposal) -> None:
-        """Trust the known rates a little less, because they keep ``proposal`` from being tried."""
+        """Trust the known rates a little less, because they prevent a trial of ``proposal``."""
         prior_weight = (1 - OBSERVATION_RETENTION) * PRIOR_WEIGHT
         self._accepted_sum = self._accepted_sum * OBSERVATION_RETENTION + prior_weight * FIRST_ACCEPTANCE
         self._reached_sum = self._reached_sum * OBSERVATION_RETENTION + prior_weight
@@ -71,7 +71,7 @@ class AcceptanceRates:
             self._fade_confidence_bin(proposal.confidence[0])
 
     def _fade_confidence_bin(self, confidence: float) -> int:
-        """Move a bin towards the prior, which remains when all observations are forgotten; return its index."""
+        """Move a bin towards the prior, its value once all observations have faded; return its index."""
         bin_index = bisect.bisect_right(CONFIDENCE_EDGES, confidence)
         prior_weight = (1 - OBSERVATION_RETENTION) * PRIOR_WEIGHT
         self._accepted_by_bin[bin_index] = (
@@ -82,9 +82,9 @@ class AcceptanceRates:
 
 
 class SavingsBalance:
-    """Plain rounds that drafting saved lately, less those it lost: it may lose no more than ``allowed_loss_rounds``.
+    """Plain rounds saved lately by drafting, less the rounds lost: at most ``allowed_loss_rounds`` may be lost.
 
-    ``recent_tokens``: tokens that savings count for.
+    ``recent_tokens``: tokens over which savings are kept.
     """
 
     def __init__(self, recent_tokens: float) -> None:
@@ -98,11 +98,11 @@ class SavingsBalance:
 
     @property
     def allowed_trial_rounds(self) -> float:
-        """How many plain rounds a trial may cost by now, whatever is expected of it."""
+        """The plain rounds a trial may cost by now, whatever its expected gain."""
         return TRIAL_ROUND_SHARE * self._tokens_since_round
 
     def add_generated_tokens(self, tokens: float) -> None:
-        """Note that ``tokens`` were generated for each row, by whichever means."""
+        """Note that ``tokens`` were generated for each row, with or without drafting."""
         self._tokens_since_round += tokens
         if self._saved_rounds > 0:
             self._saved_rounds *= math.exp(-tokens / self._recent_tokens)
@@ -116,7 +116,7 @@ class SavingsBalance:
 
 
 class DrafterStats:
-    """How often a drafter is right, and the savings of its recent rounds."""
+    """A drafter's acceptance, and the savings of its recent rounds."""
 
     def __init__(self, drafter_name: str = "") -> None:
         self.acceptance = AcceptanceRates()

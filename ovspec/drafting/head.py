@@ -9,14 +9,14 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.sampling.samplers import TrimmedVocabulary
 
-# The maximum number of tokens, forced or not read yet, that the head reads one by one because they have no features.
+# The maximum number of tokens, forced or unread, that the head reads one by one for lack of features.
 MAX_TOKENS_WITHOUT_FEATURES = 8
 
 
 class HeadDrafter(ModelDrafter):
-    """Proposes the head's tokens, which are some of the target's, chosen like the tokens of a draft model.
+    """Proposes the head's tokens, a subset of the target's, chosen like a draft model's tokens.
 
-    It needs the features of the text, so it doesn't propose where the target has much to read first.
+    It needs the features of the text, so it doesn't propose where the target has a long prefill first.
     """
 
     def __init__(self, decoder: HeadDecoder, trimmed_vocabulary: TrimmedVocabulary | None, name: str = "head") -> None:

@@ -1,10 +1,9 @@
-"""The lookahead: how many tokens to propose, by the cost of a token and the chance that it is accepted.
+"""The lookahead: the number of tokens to propose, by a token's cost and its chance of acceptance.
 
 Times are milliseconds of wall clock. A round of k proposed tokens costs k draft steps and an inference of k + 1 tokens,
-and yields 1 + a1 + a1 a2 + ... tokens on average, where ai is the conditional acceptance of the i-th. The rule is that
-of a renewal process: propose one more token while its chance of being accepted, times the current cost of a token,
-exceeds its own cost. As acceptance is never known for sure, a drafter may also lose only so much: see
-``SavingsBalance``.
+and yields 1 + a1 + a1 a2 + ... tokens on average, with ai the conditional acceptance of the i-th. The rule comes from
+renewal processes: propose one more token while its chance of acceptance, times the current cost of a token, exceeds its
+own cost. As acceptance is never certain, a drafter's losses are limited, too: see ``SavingsBalance``.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from ovspec.drafting.drafter_stats import FIRST_ACCEPTANCE, DrafterStats
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal, shorten_proposal
 from ovspec.sampling.samplers import DraftedToken
 
-MAX_PROPOSED = 16  # tokens proposed for a row in a round, at most, unless the lookahead is fixed
-# Tokens of prompts that a step of the draft reads while other rows draft; the rows that read them get no proposal.
+MAX_PROPOSED = 16  # maximum tokens proposed for a row in a round, unless the lookahead is fixed
+# Prompt tokens per draft step while other rows draft; the reading rows get no proposal.
 CATCH_UP_TOKENS = 64
-POOR_ACCEPTANCE = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
-MAX_FURTHER_STEPS = 4  # steps of the draft that are weighed together: the first alone may not be worth its time
-# A draft proposes in most rounds, so a new width stays for some: the first has to earn this part of the change's cost.
-# Lookup proposes here and there, so it has to earn all of it.
+POOR_ACCEPTANCE = 0.3  # with a fixed lookahead, lookup with a lower acceptance is skipped
+MAX_FURTHER_STEPS = 4  # draft steps weighed together: the first alone may not be worth its time
+# A draft proposes in most rounds, so a new width lasts for some rounds: the first has to earn this part of the change's
+# cost. Lookup proposes occasionally, so it has to earn all of it.
 WIDTH_CHANGE_SHARE_OF_ROUND = 0.5
-MIN_OBSERVATIONS = 4  # rounds or tokens, up to which a mean over them isn't trusted
+MIN_OBSERVATIONS = 4  # rounds or tokens required before a mean over them is trusted
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class RoundOutcome:
     """The proposals of a round, the number of tokens accepted, and the cost."""
 
     proposals: list[tuple[Proposal, int]]  # each row's proposal, and the number of its accepted tokens
-    width: int  # tokens that the inference computed for all rows, including those that filled it up
-    forced_tokens: int  # how many of these were forced
+    width: int  # tokens computed by the inference for all rows, padding included
+    forced_tokens: int  # number of forced tokens among them
     prefilled: bool  # whether others, such as a prompt, were also fed: then the times say nothing about proposals
     draft_seconds: float
     verify_seconds: float
@@ -47,8 +46,8 @@ class Lookahead:
     """Decides how many tokens a round proposes: before, during and after drafting.
 
     Args:
-        fixed_length: number of tokens to propose in every round; None for as many as pay.
-        target_costs: the cost of verifying.
+        fixed_length: number of tokens to propose in every round; None for as many as pay off.
+        target_costs: the cost of verification.
         draft_costs: the cost of a step of the draft model.
     """
 
@@ -66,16 +65,16 @@ class Lookahead:
         self._drafter_stats: dict[str, DrafterStats] = {}
         self._overall_stats = DrafterStats()  # of all rounds and drafters, without acceptance
         self._draft_steps_ms: float | None = None  # usual time of the draft's steps in this round
-        self._asked_drafters: set[str] = set()  # in this round: asking takes time even if they propose nothing
+        self._asked_drafters: set[str] = set()  # in this round: asking takes time even without a proposal
 
     def begin_round(self, max_added_ms: float = math.inf, limits_waiting: bool = False) -> None:
-        """Begin a round, to which proposals may add ``max_added_ms``.
+        """Begin a round, with ``max_added_ms`` for proposals.
 
         ``limits_waiting``: no row may wait long while others read.
         """
         self.max_added_ms = max_added_ms
         self.limits_waiting = limits_waiting
-        # Tokens and rows of this round that ``cut_proposal`` has decided on.
+        # Tokens and rows of this round already decided by ``cut_proposal``.
         self._decided_tokens = 0
         self._decided_rows = 0
 
@@ -99,9 +98,9 @@ class Lookahead:
     def should_draft(
         self, drafter_name: str, unread_count: int, remaining_counts: Sequence[int], reads_prompt: bool = False
     ) -> bool:
-        """Return whether to ask a drafter that must read ``unread_count`` tokens.
+        """Return whether to ask a drafter that has ``unread_count`` tokens to read.
 
-        ``remaining_counts``: how many tokens each row has to generate.
+        ``remaining_counts``: tokens left to generate, by row.
         ``reads_prompt``: whether a prompt, or as much, is unread: it is read once, so its time doesn't count.
         """
         if self.fixed_length is not None:
@@ -113,12 +112,12 @@ class Lookahead:
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
         gain_ms = self._expected_gain(max(stats.acceptance.mean_rate, FIRST_ACCEPTANCE), row_count)
-        # Costs measured while other work ran may be wrong: a trial that has been saved for corrects them.
+        # Costs measured while other work ran may be wrong: a trial, paid from savings, corrects them.
         trial_ms = stats.balance.allowed_trial_rounds * row_count * self._plain_token_ms(row_count)
         is_trial_due = self._draft_step_ms(row_count) <= trial_ms
         if (
             gain_ms * max(remaining_counts) <= reading_ms and not is_trial_due
-        ):  # reading costs more than drafting can gain
+        ):  # reading costs more than the possible gain
             return False
         self._asked_drafters.add(drafter_name)
         return True
@@ -126,7 +125,7 @@ class Lookahead:
     def choose_rows_to_extend(
         self, drafter_name: str, rows: list[int], drafted_tokens: list[list[DraftedToken]]
     ) -> list[int]:
-        """Return the ``rows`` for which the draft model should take another step, after the tokens that it drafted."""
+        """Return the ``rows`` worth another step of the draft model, after the tokens drafted so far."""
         if self.fixed_length is not None or not rows:
             return rows
         if not self.draft_costs.is_known:
@@ -160,7 +159,7 @@ class Lookahead:
         return extended_rows
 
     def cut_proposal(self, proposal: Proposal, row_count: int) -> Proposal:
-        """Return as much of ``proposal``, which cost nothing, as is worth verifying; called once for each row."""
+        """Return the part of a free ``proposal`` that is worth verifying; called once for each row."""
         self._decided_rows += 1
         if not len(proposal.tokens):
             return NO_PROPOSAL
@@ -174,7 +173,7 @@ class Lookahead:
         return shorten_proposal(proposal, length)
 
     def prefers_drafter(self, drafter_name: str, proposal: Proposal, row_count: int) -> bool:
-        """Return whether ``drafter_name`` is likely to do better than ``proposal``, which cost nothing."""
+        """Return whether ``drafter_name`` is likely to do better than the free ``proposal``."""
         acceptance = self._get_drafter_stats(proposal.source).acceptance
         if self.fixed_length is not None:
             is_poor = acceptance.mean_rate < min(
@@ -193,7 +192,7 @@ class Lookahead:
         return is_better
 
     def estimate_saved_token_ms(self, drafter_name: str, row_count: int) -> float:
-        """Return the milliseconds per token that drafting with ``drafter_name`` saves; negative if it loses."""
+        """Return the milliseconds per token saved by drafting with ``drafter_name``; negative for a loss."""
         stats = self._get_drafter_stats(drafter_name)
         if stats.recent_rounds > MIN_OBSERVATIONS:
             return self._plain_token_ms(row_count) - stats.recent_ms / stats.recent_tokens
@@ -209,7 +208,7 @@ class Lookahead:
     # ------------------------------------------------------------ learning from rounds
 
     def learn_draft_step(self, width: int, seconds: float, reads_prompt: bool = False) -> None:
-        """Learn from a step of the draft, which also read a prompt if ``reads_prompt``, see ``should_draft``."""
+        """Learn from a step of the draft, combined with a prefill if ``reads_prompt``, see ``should_draft``."""
         usual_ms = self.draft_costs.learn_inference(width, seconds * 1e3)
         steps_ms = self._draft_steps_ms or 0.0
         if reads_prompt:
@@ -277,7 +276,7 @@ class Lookahead:
         return min(allowed_loss_rounds * row_count * self._plain_token_ms(row_count), self.max_added_ms)
 
     def _expected_gain(self, acceptance: float, row_count: int) -> float:
-        """Return the gain if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
+        """Return the gain at the conditional acceptance ``acceptance`` with the best number of drafted tokens."""
         step_ms = self._draft_step_ms(row_count)
         least_token_ms = math.inf  # stays so with too many rows: even one token each exceeds WIDEST_INFERENCE
         expected_tokens = float(row_count)
@@ -290,7 +289,7 @@ class Lookahead:
         return self._plain_token_ms(row_count) - least_token_ms
 
     def _current_token_ms(self, row_count: int) -> float:
-        """Return the current cost of a token in milliseconds, which an accepted token saves."""
+        """Return the current cost of a token in milliseconds, saved by each accepted token."""
         plain_token_ms = self._plain_token_ms(row_count)
         overall_stats = self._overall_stats
         if overall_stats.recent_tokens <= MIN_OBSERVATIONS:
@@ -298,11 +297,11 @@ class Lookahead:
         return min(plain_token_ms, overall_stats.recent_ms / overall_stats.recent_tokens)
 
     def _find_best_length(self, proposal: Proposal, row_count: int, other_tokens: int) -> tuple[int, float]:
-        """Return (tokens worth verifying with ``other_tokens`` of other rows, milliseconds that a token then costs)."""
+        """Return (tokens worth verifying with ``other_tokens`` of other rows, milliseconds per token then)."""
         if not self.target_costs.is_known:
             return len(proposal.tokens), 0.0
         plain_token_ms = self._plain_token_ms(row_count)
-        width = row_count + other_tokens  # the width of the inference without this proposal
+        width = row_count + other_tokens  # width of the inference without this proposal
         acceptance_rates = self._get_drafter_stats(proposal.source).acceptance.estimate_token_rates(proposal)[
             : max(0, WIDEST_INFERENCE - width)
         ]
@@ -314,7 +313,7 @@ class Lookahead:
         wider_costs = costs[width + 1 : width + 1 + len(acceptance_rates)]
         added_ms = wider_costs - costs[width]
         saved_ms = gained_tokens * self._current_token_ms(row_count) - added_ms
-        # Each row not decided on yet gets its share of the rest of this round's allowed loss.
+        # Each undecided row gets its share of the rest of this round's allowed loss.
         plain_round_ms = costs[row_count]
         spent_ms = float(costs[width] - plain_round_ms)
         undecided_rows = max(1, row_count - self._decided_rows + 1)

@@ -1,7 +1,7 @@
 """Prompt lookup: propose the tokens that followed earlier occurrences of the last few tokens.
 
-Based on Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index that
-grows with the text instead of a search through all of it.
+Based on Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index updated
+as the text grows instead of a search through all of it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ovspec.drafting.drafter import Drafter, RowToDraft
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
-MIN_MATCH_TOKENS = 2  # tokens that must match
-MAX_MATCH_TOKENS = 16  # tokens that are compared
-MAX_COMPARED_POSITIONS = 32  # earlier occurrences that are compared, latest first
-MAX_INDEX_EXCESS_TOKENS = 32_768  # tokens in an index, which keeps half of them once it is full
+MIN_MATCH_TOKENS = 2  # minimum match length
+MAX_MATCH_TOKENS = 16  # maximum match length
+MAX_COMPARED_POSITIONS = 32  # earlier occurrences compared, latest first
+MAX_INDEX_EXCESS_TOKENS = 32_768  # index tokens beyond the text; a full index is cut to half of this
 SEPARATOR = -1  # not a token: matches end there
 
 
 class NgramIndex:
-    """An index of one or more growing texts: where each pair of adjacent tokens occurs."""
+    """An index of one or more growing texts: the positions of each pair of adjacent tokens."""
 
     def __init__(self) -> None:
         self._indexed_text = Sequence([SEPARATOR] * MAX_MATCH_TOKENS)
@@ -45,11 +45,11 @@ class NgramIndex:
             self._positions_by_pair.setdefault(pair, []).append(start + i)
 
     def add_separator(self) -> None:
-        """Separate the tokens added next from the earlier ones, so that no match spans both."""
+        """Separate the tokens added next from the earlier tokens, so that no match spans both."""
         self._indexed_text.commit([SEPARATOR] * 2)
 
     def follow_sequence(self, sequence: Sequence) -> None:
-        """Catch up with ``sequence``. Tokens that were rolled back stay in the index: they may be generated again."""
+        """Catch up with ``sequence``. Rolled-back tokens stay in the index: they may be generated again."""
         if len(self._indexed_text) - len(self._followed_sequence) > MAX_INDEX_EXCESS_TOKENS:
             self._keep_last_tokens()
         shared_length = measure_common_prefix(self._followed_sequence, sequence)
@@ -62,7 +62,7 @@ class NgramIndex:
         self._followed_sequence.commit(new_tokens)
 
     def remember_text(self, tokens: np.ndarray, max_tokens: int) -> None:
-        """Add a text, and forget the oldest ones if there are more than ``max_tokens``."""
+        """Add a text, and forget the oldest texts if there are more than ``max_tokens``."""
         self.add_separator()
         self.add_tokens(tokens[-max_tokens:])
         if len(self._indexed_text) > max_tokens:
@@ -155,7 +155,7 @@ class LookupDrafter(Drafter):
                     row_index, match_length, positions = corpus, corpus_length, corpus_positions
         if match_length < MIN_MATCH_TOKENS:
             return NO_PROPOSAL
-        # The more tokens match, the longer the text is likely to continue as it did before.
+        # The more tokens match, the more likely the text is to continue as before.
         tokens, shares = row_index.find_continuation(positions, min(budget, 2 * match_length))
         if not tokens:
             return NO_PROPOSAL

@@ -1,4 +1,4 @@
-"""Proposals: the tokens that a drafter proposes for a row."""
+"""Proposals: the tokens proposed by a drafter for a row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ovspec.sampling.warp import WarpedLogits
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens (n,) int64 that may come next.
+    """Proposed next tokens, (n,) int64.
 
-    ``confidence`` (n,), 0 to 1: how sure the drafter is of each, on a scale of its own; the lookahead learns the
-    acceptance that belongs to it. ``distributions``: for rejection sampling, the distribution that each token was drawn
-    from. ``source``: the drafter's name. ``from_healing``: whether healing took the tokens back from the prompt;
-    statistics leave them out.
+    ``confidence`` (n,), 0 to 1: the drafter's confidence in each, on a scale of its own; the lookahead learns the
+    corresponding acceptance. ``distributions``: for rejection sampling, the distribution each token was drawn from.
+    ``source``: the drafter's name. ``from_healing``: whether the tokens are healed prompt tokens; statistics leave them
+    out.
     """
 
     tokens: np.ndarray

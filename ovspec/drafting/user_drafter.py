@@ -1,4 +1,4 @@
-"""Drafters written by users: how they are instantiated, and how their errors are reported."""
+"""Users' drafters: their instantiation, and the reporting of their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class UserDrafter(Drafter):
-    """Calls a user's drafter, or the drafter that a user's function makes; its errors become OvspecErrors."""
+    """Calls a user's drafter, or one made by a user's function; its errors become OvspecErrors."""
 
     def __init__(self, drafter_or_maker: Drafter | Callable[[], Drafter], known_ids: KnownTokenIds) -> None:
         self.name = getattr(drafter_or_maker, "__name__", type(drafter_or_maker).__name__)
@@ -26,7 +26,9 @@ class UserDrafter(Drafter):
         else:
             self._drafter = self._call_user_code(drafter_or_maker)  # type: ignore[arg-type]
         if not isinstance(self._drafter, Drafter):
-            raise OvspecError(f"The drafter {self.name} isn't an `ovspec.Drafter`; make its class a subclass of it.")
+            raise OvspecError(
+                f"The drafter {self.name} is not an `ovspec.Drafter`; derive its class from ovspec.Drafter."
+            )
         self._drafter.name = self.name = getattr(self._drafter, "name", "") or type(self._drafter).__name__
         self._drafter.vocabulary = known_ids
 
@@ -51,4 +53,4 @@ class UserDrafter(Drafter):
             raise
         except Exception as error:
             message = f"{type(error).__name__}: {error}".rstrip(".: ")
-            raise OvspecError(f"The drafter {self.name} raised {message}; correct it, or leave it out.") from error
+            raise OvspecError(f"The drafter {self.name} raised {message}; fix it, or leave it out.") from error

@@ -123,7 +123,7 @@ class EngineThread:
         self._cache_limit_bytes = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
         self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, self._cache_limit_bytes), 2**62))
         if self.max_cache_tokens < MIN_CACHE_TOKENS:
-            error_message = f"The memory for KV caches holds {max(0, self.max_cache_tokens)} tokens; free some"
+            error_message = f"The memory for KV caches holds only {max(0, self.max_cache_tokens)} tokens; free memory"
             if self._cache_bytes:
                 error_message += ", or raise `cache_size`"
             raise OvspecError(f"{error_message}.")

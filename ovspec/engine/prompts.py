@@ -102,7 +102,7 @@ class PromptEncoder:
         try:
             prompt_ids = np.asarray(prompt, dtype=np.int64)
         except OverflowError:
-            raise PromptError("A token id is too large to be in the vocabulary.") from None
+            raise PromptError("A token id of the prompt is too large for the vocabulary.") from None
         except (TypeError, ValueError):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
         known_ids = self.tokenizer.known_ids
@@ -166,14 +166,18 @@ class PromptEncoder:
 def refuse_template_variables(template_variables: TemplateVariables | None) -> None:
     """Raise OvspecError if there are variables of a chat template, because the prompt isn't a chat."""
     if template_variables:
-        raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
+        raise OvspecError(
+            "`chat_template_kwargs` needs chat messages, but the prompt is text or token ids; leave it out."
+        )
 
 
 def refuse_chat_options(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option for chats, because the prompt isn't a chat."""
     for option_name in CHAT_OPTIONS:
         if getattr(params, option_name) != getattr(DEFAULT_PARAMS, option_name):
-            raise OvspecError(f"`{option_name}` needs chat messages, and the prompt is a text or ids; leave it out.")
+            raise OvspecError(
+                f"`{option_name}` needs chat messages, but the prompt is text or token ids; leave it out."
+            )
 
 
 def is_chat(prompt: object) -> bool:

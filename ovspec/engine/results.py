@@ -13,18 +13,17 @@ from ovspec.params import Params
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.text.answer import ToolCall
 
-CALLABLE_OPTIONS = ("sampler", "logits_processors")  # no record can repeat these options
+CALLABLE_OPTIONS = ("sampler", "logits_processors")  # not repeatable from a record
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
 
 
 @dataclass(slots=True)
 class Piece:
-    """The text that one round added. ``finish_reason`` is None until the last piece.
+    """The new text of a round. ``finish_reason`` is None until the last piece.
 
-    ``logprobs`` has one entry for each token if they were requested. ``sources`` names the origin of each token:
-    "target", the name of the drafter that proposed it ("draft", "lookup" or that of your own drafter), or "forced" if
-    constraints left no other choice. ``thinking`` and ``tool_calls`` are the other parts of an answer in a chat, which
-    aren't in ``text``.
+    ``logprobs`` has an entry per token, if requested. ``sources`` names the origin of each token: "target", the name of
+    its drafter ("draft", "lookup" or a custom drafter's name), or "forced" if constraints left no other choice.
+    ``thinking`` and ``tool_calls`` are the other parts of an answer in a chat; they aren't in ``text``.
     """
 
     text: str
@@ -37,7 +36,7 @@ class Piece:
 
     @property
     def empty(self) -> bool:
-        """Whether the answer says nothing new."""
+        """Whether the piece has no text, thinking or tool calls."""
         return not (self.text or self.thinking or self.tool_calls)
 
 
@@ -47,7 +46,7 @@ class ProposalStats:
 
     proposed: int = 0
     accepted: int = 0
-    reached: int = 0  # proposed tokens that were compared: all before them were accepted
+    reached: int = 0  # proposed tokens compared with the target: all tokens before them were accepted
     accepted_by_position: list[int] = field(default_factory=list)
     drafters: dict[str, dict[str, int]] = field(default_factory=dict)
     target_ms: float = 0.0
@@ -55,12 +54,12 @@ class ProposalStats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the proposed tokens that were accepted; None if nothing was proposed."""
+        """Fraction of accepted tokens among proposed tokens; None if nothing was proposed."""
         return divide_or_none(self.accepted, self.proposed)
 
     @property
     def conditional_acceptance(self) -> float | None:
-        """Probability that a proposed token is accepted, given that those before it in its proposal were."""
+        """Acceptance probability of a proposed token, given acceptance of all earlier tokens in its proposal."""
         return divide_or_none(self.accepted, self.reached)
 
     def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
@@ -71,7 +70,7 @@ class ProposalStats:
         self.count_accepted(source, range(accepted), proposed)
 
     def count_accepted(self, source: str, positions: range, proposed: int) -> None:
-        """Count the tokens at ``positions`` of a proposal as accepted; its ``proposed`` tokens are counted already."""
+        """Count the tokens at ``positions`` of a proposal as accepted; its ``proposed`` tokens are already counted."""
         self.accepted += len(positions)
         self.reached += max(0, min(len(positions), proposed - positions.start - 1))
         self.drafters[source]["accepted"] += len(positions)
@@ -82,15 +81,15 @@ class ProposalStats:
 
 @dataclass(kw_only=True)
 class Stats(ProposalStats):
-    """Statistics of one text. Counts are tokens, times are milliseconds of wall clock.
+    """Statistics of a text. Counts are tokens, times are milliseconds of wall clock.
 
-    ``ttft_ms`` runs from the prompt's token ids to the first token; ``tpot_ms`` is the mean time of each later one.
-    ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including what the caller
-    does between two pieces of a stream. In a batch, times are those of the whole batch from when the row joined until
-    it finished. ``cached_tokens`` counts prompt tokens found in the KV cache. ``thinking_tokens``
-    counts generated tokens of thinking, in chats. ``reached`` counts proposed tokens that were compared with the
-    target's choice. ``forced`` counts tokens that needed no choice because constraints left no other. ``drafters`` has
-    the proposed and accepted tokens of each drafter by its name. ``seed`` is None if the text is greedy.
+    ``ttft_ms`` is the time to first token, without tokenisation; ``tpot_ms`` is the mean time per later token.
+    ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including the caller's work
+    between pieces of a stream. In a batch, these are the times of the whole batch while the row was in it.
+    ``cached_tokens`` counts prompt tokens found in the KV cache. ``thinking_tokens`` counts generated tokens of
+    thinking, in chats. ``reached`` counts proposed tokens compared with the target's choice. ``forced`` counts tokens
+    without a choice, because constraints left no other token. ``drafters`` has the proposed and accepted tokens of each
+    drafter by its name. ``seed`` is None if the text is greedy.
     """
 
     prompt_tokens: int = 0
@@ -110,33 +109,33 @@ class Stats(ProposalStats):
     engine_reason: str = ""
     draft_engine: str | None = None
     profile: str | None = None  # the settings chosen for this machine
-    arithmetic: str = ""  # "exact" or "fast", and what was probed if no rule makes it exact
-    rule: str = ""  # how exact arithmetic feeds tokens here
+    arithmetic: str = ""  # "exact" or "fast", with the probe results if no rule makes it exact
+    rule: str = ""  # exact arithmetic's rule for feeding tokens on this machine
 
     @property
     def tokens_per_round(self) -> float:
-        """Generated tokens for each round, that is for each inference of the target."""
+        """Generated tokens per round, with an inference of the target each."""
         return self.generated_tokens / max(self.rounds, 1)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a text begins, besides its tokens."""
+    """The start of a text, apart from its tokens."""
 
     chat: bool = False  # whether the text is the answer in a chat
-    healable: int = 0  # position of the first token that healing may take back
+    healable: int = 0  # position of the first token open to healing
     context_length: int | None = None  # maximum length of the text in tokens, if less than the model's context
-    sample: int = 0  # number of the text among those of its prompt
+    sample: int = 0  # index among the texts of the same prompt
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a text was made, so that ``verify`` can check each of its tokens.
+    """The provenance of a text; ``verify`` uses it to check each token.
 
-    prompt_ids: (n,) int64, before healing took tokens back.
+    prompt_ids: (n,) int64, before healing.
     params: complete, with the model's defaults, the seed and the token limit.
-    model: returns the model's identity and the settings it was computed with.
-    healed_ids: generated tokens that spell only text of the prompt; they aren't among the result's ``token_ids``.
+    model: returns the model's identity and settings.
+    healed_ids: generated tokens within the prompt's text; they aren't among the result's ``token_ids``.
     """
 
     prompt_ids: np.ndarray
@@ -146,7 +145,7 @@ class Provenance:
     healed_ids: list[int] = field(default_factory=list)
 
     def __getstate__(self) -> JsonObject:
-        """Return the pickled state, with functions and classes, which other processes may lack, as in JSON records."""
+        """Return the pickled state, with functions and classes, unknown to other processes, as in JSON records."""
         options: JsonObject = {name: repr(value) for name in CALLABLE_OPTIONS if (value := getattr(self.params, name))}
         if model_json_schema := getattr(self.params.json_schema, "model_json_schema", None):
             options["json_schema"] = model_json_schema()
@@ -160,15 +159,14 @@ class Provenance:
 class Result:
     """A finished text.
 
-    ``finish_reason`` is "eos" (the model ended the text), "stop" (a stop string or id, or a grammar that is complete),
-    "length" (``max_tokens``, the context, ``min_indent`` or ``max_predict_ms``) or "cancelled". ``token_ids`` holds
-    every generated token, including the EOS or stop id that ended the text; ``text`` leaves out what stopped it.
-    ``logprobs`` has one entry for each of ``token_ids`` if they were requested. ``record`` says how the text was made,
-    for ``LanguageModel.verify``.
-    ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't. In a chat, ``text``
-    has neither the model's ``thinking`` nor its ``tool_calls``, whose last one may be cut off where ``finish_reason``
-    is "length". ``stop_string``: the stop string that ended the text, if any. ``sources``: the origin of each of
-    ``token_ids``, as in ``Piece``.
+    ``finish_reason`` is "eos" (the model ended the text), "stop" (a stop string or id, or a complete grammar),
+    "length" (``max_tokens``, the context, ``min_indent`` or ``max_predict_ms``) or "cancelled". ``token_ids`` has every
+    generated token, including a final EOS or stop id; ``text`` excludes the stop string. ``logprobs`` has an entry per
+    token id, if requested. ``record`` is the text's provenance, for ``LanguageModel.verify``. ``schema_errors`` lists
+    violations of the JSON schema in the mode checked; [] if there are none. In a chat, ``text`` excludes the model's
+    ``thinking`` and ``tool_calls``; if ``finish_reason`` is "length", the last call may be truncated. ``stop_string``
+    is the stop string at the end of the text, if any. ``sources``: the origin of each of ``token_ids``, as in
+    ``Piece``.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""A row: one text that is being generated, from rounds of tokens to pieces of text."""
+"""A row: a text during its generation, from rounds of tokens to pieces of text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_DRAFTING = DraftLimits(frozenset(), 0)
 
 
 class StopStringFilter:
-    """Holds back text that may be the beginning of a stop string."""
+    """Holds back a possible beginning of a stop string."""
 
     def __init__(self, stop_strings: list[str]) -> None:
         self._stop_strings = stop_strings
@@ -31,7 +31,7 @@ class StopStringFilter:
         self._pending_text = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add ``text``; return (text that may be shown, the stop string that follows it, if any)."""
+        """Add ``text``; return (text to show, the stop string after it, if any)."""
         if not self._stop_strings:
             return text, None
         text = self._pending_text + text
@@ -51,7 +51,7 @@ class StopStringFilter:
         return text
 
     def _find_unfinished_stop_string(self, text: str) -> int:
-        """Return the index of a stop string that is unfinished at the end of ``text``, or the text's length."""
+        """Return the index of an unfinished stop string at the end of ``text``, or the text's length."""
         for start_index, character in enumerate(text):
             if character in self._first_characters and any(
                 stop_string.startswith(text[start_index:]) for stop_string in self._stop_strings
@@ -61,14 +61,14 @@ class StopStringFilter:
 
 
 class IndentationFilter:
-    """Holds back the beginning of a line, and ends the text before a line indented by less than ``min_indent``."""
+    """Holds back the indentation of a line, and ends the text before a line indented by less than ``min_indent``."""
 
     def __init__(self, min_indent: int) -> None:
         self._min_indent = min_indent
         self._pending_text = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Add ``text``; return (text that may be shown, whether the text ends after it)."""
+        """Add ``text``; return (text to show, whether the text ends there)."""
         if not self._min_indent:
             return text, False
         text, self._pending_text = self._pending_text + text, ""
@@ -86,15 +86,15 @@ class IndentationFilter:
 
 
 class Row:
-    """One text that is being generated: its tokens, the text they spell so far, and when it ends.
+    """A text during its generation: its tokens, its characters so far, and its end.
 
     Args:
-        sequence: the prompt without the tokens that healing took back; rounds commit the generated tokens to it.
-        params: of its call, with a number as ``max_tokens``.
-        eos_ids: ids that end the text, besides ``params.stop_ids``.
-        context_length: maximum number of tokens, prompt included.
-        record: how the text is made; ``add_outcome`` adds to its ``healed_ids``.
-        healing: has the tokens that were taken back, if any; the text must begin with their bytes.
+        sequence: the prompt without the tokens removed by healing; rounds commit the generated tokens to it.
+        params: the call's params, with a number as ``max_tokens``.
+        eos_ids: ids at the end of a text, in addition to ``params.stop_ids``.
+        context_length: maximum number of tokens, including the prompt.
+        record: the provenance of the text; ``add_outcome`` adds to its ``healed_ids``.
+        healing: has the removed tokens, if any; the text must begin with their bytes.
         reader: parses the text of an answer in a chat; the detokenizer then marks tags for it.
     """
 
@@ -115,10 +115,10 @@ class Row:
         self.params = params
         self.record = record
         self.draft_limits = DraftLimits(None, params.lookahead_limit)
-        # Whether the text ends before its first token, when its prompt is in the KV cache.
+        # Whether the text ends before its first token, once the prompt is in the KV cache.
         self.prefill_only = params.max_tokens == 0
         self.waits_for_memory = False  # that other texts hold
-        self.error: Exception | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
+        self.error: Exception | None = None  # the cause of a failed text; its finish reason is then "cancelled"
         self.sequence = sequence
         self.sampler = sampler
         self.stats = stats
@@ -130,12 +130,12 @@ class Row:
         self.sources: list[str] = []  # of each of these tokens
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
-        self.stop_string: str | None = None  # that ended the text
+        self.stop_string: str | None = None  # at the end of the text
         self._schema_errors: list[str] | None = None
         self.prompt_length = len(sequence)
-        stats.cached_tokens = self.prompt_length  # corrected as the prompt is read
+        stats.cached_tokens = self.prompt_length  # corrected during prefill
         self._read_token_count = 0
-        # The maximum number of tokens of the text, prompt included; reading alone needs room for one, too.
+        # The maximum number of tokens of the text, including the prompt; prefill alone needs room for one token, too.
         self.max_length = int(min(self.prompt_length + max(params.token_limit, 1), context_length))
         self._context_length = context_length
         self._min_tokens = params.min_tokens or 0
@@ -145,24 +145,24 @@ class Row:
         self._stop_filter = StopStringFilter(params.stop_strings)
         self._indentation_filter = IndentationFilter(params.min_indent)
         self._ends_by_indentation = False
-        self._started_at: float | None = None  # when the first token came
+        self._started_at: float | None = None  # time of the first token
         self._constraints_may_complete = sampler.constraints.may_complete
 
     def limit_length(self, max_length: int) -> None:
-        """Let the text have at most ``max_length`` tokens, prompt included, as if its params said so."""
+        """Limit the text to ``max_length`` tokens, including the prompt, as if set in its params."""
         if max_length < self.max_length:
             self.max_length = max_length
             self._context_length = min(self._context_length, max_length)
             self._record_max_tokens(max_length - self.prompt_length)
 
     def make_row_to_draft(self) -> RowToDraft:
-        """Return this row for the next round. Before the first token, which must not wait, nothing is drafted."""
+        """Return this row for the next round. Nothing is drafted before the first token, to keep its latency low."""
         budget = self.max_length - len(self.sequence)
         draft_limits = NO_DRAFTING if self.prefill_only else self.draft_limits
         return RowToDraft(self.sequence, self.sampler, budget, self.stats.rounds > 0, draft_limits)
 
     def add_outcome(self, outcome: RowOutcome) -> Piece:
-        """Turn the tokens that a round committed into a piece of text; roll back tokens after the end of the text."""
+        """Turn a round's committed tokens into a piece of text; roll back tokens after the end of the text."""
         tokens = outcome.tokens.tolist()
         length_before = len(self.sequence) - len(tokens)
         if self.prefill_only and tokens:
@@ -172,7 +172,7 @@ class Row:
             return Piece("", [], "length")
         is_out_of_time = bool(tokens) and self._is_out_of_time()
         answer_parts = AnswerContent()
-        visible_start = used_count = 0  # tokens[first:used] are in the text; earlier ones spell only its prompt
+        visible_start = used_count = 0  # tokens[visible:used] are in the text; earlier tokens only spell its prompt
         for used_count, token in enumerate(tokens, 1):
             text_length = length_before + used_count
             healed_bytes = 0
@@ -183,7 +183,7 @@ class Row:
                     if self.record:
                         self.record.healed_ids.append(token)
                     self.max_length = int(min(self.max_length + 1, self._context_length))
-                    if text_length >= self.max_length:  # the context is full before anything new was generated
+                    if text_length >= self.max_length:  # the context is full without any new text
                         self.finish_reason = "length"
                         break
                     continue
@@ -192,7 +192,7 @@ class Row:
                 break
             text = self._detokenizer.push(token, healed_bytes)
             ends_for_time = False
-            if self._answer_reader and self._answer_reader.phase == "calls":  # a call isn't stopped in its middle
+            if self._answer_reader and self._answer_reader.phase == "calls":  # never stop in the middle of a call
                 text = self._indentation_filter.flush() + self._stop_filter.flush() + text
             elif len(self.token_ids) + used_count - visible_start > self._min_tokens:
                 ends_for_time = is_out_of_time and "\n" in text
@@ -256,7 +256,7 @@ class Row:
         return Piece(answer_parts.text, [], "cancelled", thinking=answer_parts.thinking, tool_calls=answer_parts.calls)
 
     def result(self) -> Result:
-        """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
+        """Return the result of a finished text; the first call may check its schema for seconds."""
         assert self.finish_reason
         find_schema_errors = self.sampler.constraints.find_errors
         if find_schema_errors and not self.prefill_only and self._schema_errors is None:
@@ -267,7 +267,7 @@ class Row:
 
     @property
     def parses_answer(self) -> bool:
-        """Whether the text is parsed as an answer, which may have parts that aren't text."""
+        """Whether the text is parsed as an answer, with parts other than text."""
         return self._answer_reader is not None
 
     @property
@@ -292,7 +292,7 @@ class Row:
     def _count_outcome(self, outcome: RowOutcome, used_count: int) -> None:
         stats = self.stats
         forced_count = outcome.forced_count
-        if not stats.rounds:  # a grammar may force tokens before the prompt has been read
+        if not stats.rounds:  # a grammar may force tokens before prefill
             self._read_token_count += outcome.read_count - forced_count
             # Tokens count as read as often as they were: again if the row was set back meanwhile.
             stats.cached_tokens = max(0, min(self.prompt_length, self.prompt_length - self._read_token_count))
@@ -306,7 +306,7 @@ class Row:
             stats.count_proposal(outcome.proposal.source, proposed_count, accepted_count)
 
     def _flush_text(self) -> str:
-        """Return the end of the text, which the detokenizer and the filters have held back."""
+        """Return the end of the text, held back by the detokenizer and the filters."""
         text, stop_string = self._stop_filter.push(self._detokenizer.flush())
         if not stop_string:
             text += self._stop_filter.flush()
@@ -316,7 +316,7 @@ class Row:
         return text
 
     def _filter_text(self, text: str) -> str:
-        """Return the text that may be shown after the new ``text``; note a stop string or indentation that ends it."""
+        """Return the text to show after the new ``text``; note an end by a stop string or indentation."""
         text, self.stop_string = self._stop_filter.push(text)
         text, self._ends_by_indentation = self._indentation_filter.push(text)
         if self._ends_by_indentation:  # before any stop string
@@ -326,7 +326,7 @@ class Row:
         return text
 
     def _record_max_tokens(self, max_tokens: int) -> None:
-        """Record that the text may have ``max_tokens`` tokens."""
+        """Record a limit of ``max_tokens`` tokens."""
         if self.record:
             self.record = replace(self.record, params=replace(self.record.params, max_tokens=max_tokens))
 
@@ -341,7 +341,7 @@ class Row:
 
 
 class TextStream:
-    """A text as it is generated; iterate over it once to get a ``Piece`` for each round.
+    """A text during its generation; iterate over it once for a ``Piece`` per round.
 
     Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt.
     """
@@ -361,7 +361,7 @@ class TextStream:
         self._on_end()
 
     def result(self) -> Result:
-        """Return the whole text and its statistics; generate the rest first."""
+        """Finish the text, and return it with its statistics."""
         for _ in self._pieces:
             pass
         self.cancel()  # has no effect unless an exception ended the stream

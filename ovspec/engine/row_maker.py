@@ -55,7 +55,7 @@ class RowMaker:
         """
         lookahead = self.lookahead if params.lookahead is None else params.lookahead
         if lookahead not in (None, "auto", 0) and not self.models.draft_choice and not params.grammar_option:
-            raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
+            raise OvspecError("`lookahead` needs a source of proposals; set `draft` to a draft model or lookup.")
         known_ids = self.prompt_encoder.tokenizer.known_ids
         for option_name, option_ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
             if len(option_ids) and (unknown_id := known_ids.first_unknown(np.array(list(option_ids)))) is not None:

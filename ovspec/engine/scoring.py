@@ -1,4 +1,4 @@
-"""Perplexity, which measures how well the model predicts a text, and scores: the likelihoods of continuations."""
+"""Perplexity of texts, and scores: the log-probabilities of continuations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ovspec.cache.sequence import Sequence, catch_up
 from ovspec.sampling.logprobs import log_softmax
 
 DEFAULT_PERPLEXITY_CONTEXT = 1024
-LOGITS_CHUNK_TOKENS = 128  # positions whose logits are in memory at a time
-# Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
+LOGITS_CHUNK_TOKENS = 128  # positions with logits in memory at a time
+# Maximum texts and logits per inference: a stateful cache is copied per text; logits are as wide as the vocabulary.
 MAX_TEXTS_PER_INFERENCE = 32
 MAX_LOGITS_PER_INFERENCE = 256
 
 
 @dataclass(frozen=True)
 class Score:
-    """A text's score: ``logprob`` is the sum of ``logprobs``, its tokens' log-probabilities in the model, in nats."""
+    """A text's score: ``logprob`` is the sum of ``logprobs``, its tokens' log-probabilities, in nats."""
 
     logprob: float
     token_ids: list[int]
@@ -43,20 +43,20 @@ class Selection:
 def check_select_options(options: object, terminator: object) -> None:
     """Raise OvspecError if a session can't select among ``options``."""
     if not isinstance(options, (list, tuple)) or not options or not all(isinstance(text, str) for text in options):
-        raise OvspecError("select needs a list of at least one string.")
+        raise OvspecError("select needs a non-empty list of strings.")
     if len(set(options)) < len(options):
-        raise OvspecError("select needs options that are all different.")
+        raise OvspecError("select needs options without duplicates.")
     if terminator is not None and not isinstance(terminator, str):
         raise OvspecError(f"terminator must be a string, not {type(terminator).__name__}.")
     if "" in options and not terminator:
-        raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
+        raise OvspecError("An empty option would always win; set terminator to the text after the option.")
 
 
 def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -> list[Score]:
-    """Score each of ``texts`` (n,) int64 from position ``scoring_start`` on; they share all before it (one at least).
+    """Score each of ``texts`` (n,) int64 from position ``scoring_start`` on, after at least one shared token.
 
-    The shared tokens are read once, then all texts in one inference, or in several if there are many. ``decoder`` has a
-    single row before and after. If one inference was enough, that row then holds the text with the highest score.
+    The shared tokens are prefilled once, then all texts in a single inference, or in several for many texts.
+    ``decoder`` has a single row before and after; after a single inference, this row holds the best text.
     """
     scores: list[Score] = []
     try:
@@ -83,13 +83,13 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -
 
 
 def score_tokens(logits: np.ndarray, tokens: np.ndarray) -> Score:
-    """Score ``tokens`` (n,), which ``logits`` (n, vocab) predict."""
+    """Score ``tokens`` (n,), predicted by ``logits`` (n, vocab)."""
     logprobs = [float(log_softmax(token_logits)[token]) for token_logits, token in zip(logits, tokens, strict=True)]
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
 
 
 def group_texts_by_inference(texts: list[np.ndarray], scoring_start: int) -> Iterator[list[np.ndarray]]:
-    """Yield groups of ``texts`` that fit into one inference, which computes logits from ``scoring_start`` on."""
+    """Yield groups of ``texts`` for a single inference each, with logits from ``scoring_start`` on."""
     text_group: list[np.ndarray] = []
     for text in texts:
         if text_group and (
@@ -104,7 +104,7 @@ def group_texts_by_inference(texts: list[np.ndarray], scoring_start: int) -> Ite
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a text was predicted: exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
+    """Perplexity of a text: exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
 
     perplexity: float
     nats: float
@@ -114,7 +114,7 @@ class Perplexity:
 
 
 def overlapping_windows(token_count: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, first scored position) of windows that overlap by half.
+    """Yield (start, end, first scored position) of windows overlapping by half.
 
     Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
     """
@@ -134,7 +134,7 @@ def compute_predicting_logits(
     context: int,
     max_chunk_tokens: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it).
+    """Yield (position of a token, logits (n, vocab) for predicting this and the following tokens).
 
     ``max_chunk_tokens``: returns the maximum of n.
     """
@@ -150,13 +150,13 @@ def compute_predicting_logits(
 
 def check_perplexity_length(tokens: np.ndarray, context: int) -> None:
     if context < 2:
-        raise OvspecError(f"A context of {context} tokens is too short to predict anything; take at least 2.")
+        raise OvspecError(f"`context` is {context}; it must be at least 2 to predict a token.")
     if len(tokens) < 2:
-        raise OvspecError("The text has fewer than two tokens, so there is nothing to predict.")
+        raise OvspecError("The text has fewer than two tokens; perplexity needs at least two.")
 
 
 def measure_perplexity(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
-    """Measure the perplexity of ``tokens`` (n,) int64, read in windows of ``context`` tokens; both at least two."""
+    """Measure the perplexity of ``tokens`` (n,) int64 in windows of ``context`` tokens; both at least two."""
     check_perplexity_length(tokens, context)
     start_time = time.perf_counter()
     total_nats = 0.0

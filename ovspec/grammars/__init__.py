@@ -1,1 +1,1 @@
-"""Converts what users write (JSON schemas, regular expressions, Lark, GBNF, choices) to llguidance grammars."""
+"""Converts users' grammars (JSON schemas, regular expressions, Lark, GBNF, choices) to llguidance grammars."""

@@ -1,4 +1,4 @@
-"""OpenAI's response formats, which have a JSON schema within them."""
+"""OpenAI's response formats, with a JSON schema inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WRAPPER_KEYS = {"name", "description", "strict", "schema"}
 def is_response_format(schema: JsonValue) -> bool:
     """Return whether ``schema`` is {"name", "schema", ...} or {"type": "json_schema", "json_schema": ...}.
 
-    Or {"type": "json_schema", "schema": ...}, which is llama.cpp's form, and OpenAI's of the Responses API.
+    Or {"type": "json_schema", "schema": ...}: llama.cpp's form, and OpenAI's in the Responses API.
     """
     if not isinstance(schema, dict):
         return False
@@ -20,7 +20,7 @@ def is_response_format(schema: JsonValue) -> bool:
 
 
 def unwrap_response_format(schema: JsonValue) -> JsonValue:
-    """Return the schema within a response format; any other schema as it is."""
+    """Return the schema within a response format; any other schema unchanged."""
     while is_response_format(schema):
         is_wrapped_twice = schema.get("type") == "json_schema" and "json_schema" in schema
         schema = schema["json_schema" if is_wrapped_twice else "schema"]

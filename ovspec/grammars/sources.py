@@ -1,4 +1,4 @@
-"""Makes llguidance grammars from what users write: JSON schemas, regular expressions, choices, Lark and GBNF.
+"""Makes llguidance grammars from JSON schemas, regular expressions, choices, Lark and GBNF.
 
 All functions raise OvspecError if the input is invalid or can't be enforced during generation; the message names the
 place.
@@ -23,7 +23,7 @@ from ovspec.grammars.wording import word_llguidance_error
 MAX_GRAMMAR_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
 MAX_GBNF_CHARACTERS = 200_000  # lower, because GBNF is parsed in Python
 MAX_NESTING = 200
-# For checking grammars and for following them. C over 131,072 tokens takes 41,000 items for a mask on average; with
+# For checking grammars and for following them. C over 131,072 tokens needs 41,000 items for a mask on average; with
 # this limit of items, the most ambiguous grammars take a second or two for a step before they fail.
 PARSER_LIMITS = LLParserLimits(
     max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
@@ -31,7 +31,7 @@ PARSER_LIMITS = LLParserLimits(
 )  # fmt: skip
 UNIQUE_ITEMS_KEY = "unique_items"  # next to llguidance's own keys: ``json_schema.item_tracks``
 
-# First the tokens that may contain anything, then those that are searched for.
+# First the tokens with arbitrary content, then the tokens to search for.
 LARK_TOKEN_PATTERN = re.compile(
     r'"(?:\\.|[^"\\\n])*"?'
     r"|//[^\n]*|\#[^\n]*"
@@ -50,7 +50,7 @@ def convert_json_schema(
     close_objects: bool | None = None,
     compact: bool = False,
 ) -> tuple[str, str]:
-    """Return (the grammar of the JSON texts that a schema describes, what was ignored of it or "").
+    """Return (the grammar of a schema's JSON texts, the ignored parts of the schema or "").
 
     Args:
         schema: the schema itself or its JSON text. ``x-guidance`` at its top sets separators and white space.
@@ -86,18 +86,18 @@ def find_schema_problem(schema: JsonObject) -> str:
 
 
 def convert_regex(pattern: str, label: str = "The regular expression") -> str:
-    """Return the grammar of texts that fully match ``pattern``, in Rust's ``regex`` syntax without look-around."""
+    """Return the grammar of texts with a full match of ``pattern``, in Rust's ``regex`` syntax without look-around."""
     check_text(pattern, label)
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern.removeprefix("^"))
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
-        raise OvspecError(f"{label} ends with a backslash; write \\\\ to match one.")
+        raise OvspecError(f"{label} ends with a backslash; write \\\\ to match a backslash.")
     return write_grammar_json("regex", lark_grammar=f"start: /{escape_slashes(pattern)}/")
 
 
 def convert_choices(choices: Sequence[str], label: str = "choice") -> str:
-    """Return the grammar that matches any one of ``choices`` and nothing else."""
+    """Return the grammar of exactly the texts in ``choices``."""
     if isinstance(choices, str) or not choices:
-        raise OvspecError(f"{label} must be a list of texts with at least one entry.")
+        raise OvspecError(f"{label} must be a non-empty list of strings.")
     for i, choice in enumerate(choices):
         check_text(choice, f"Choice {i + 1}")
     choice_expressions = "|".join("".join(map(escape_choice_character, choice)) for choice in dict.fromkeys(choices))
@@ -106,7 +106,7 @@ def convert_choices(choices: Sequence[str], label: str = "choice") -> str:
 
 
 def convert_lark(text: str, label: str = "The Lark grammar") -> str:
-    """Return the grammar for a text in llguidance's dialect of Lark, whose start rule is ``start``.
+    """Return the grammar for a text in llguidance's dialect of Lark; the start rule is ``start``.
 
     ``max_tokens=``, ``stop=`` and ``temperature=`` are refused.
     """
@@ -116,7 +116,7 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
         reason = "a grammar can't import files; put all rules into it."
         raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
-        raise OvspecError(f"{label}: rules with ::= are GBNF; give it as gbnf.")
+        raise OvspecError(f"{label}: rules with ::= are GBNF; pass the grammar as gbnf.")
     grammar_parts: list[str] = []
     schema_grammars: list[dict[str, str]] = []
     next_index = 0
@@ -138,7 +138,7 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
 
 
 def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
-    """Return the grammar for a text in llama.cpp's GBNF, whose start rule is ``root``."""
+    """Return the grammar for a text in llama.cpp's GBNF; the start rule is ``root``."""
     check_text(text, label)
     check_character_count(text, label, MAX_GBNF_CHARACTERS)
     try:
@@ -150,13 +150,13 @@ def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
 def write_grammar_json(grammar_kind: str, *other_grammars: dict[str, str], lark_grammar: str) -> str:
     """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it.
 
-    ``other_grammars``: grammars that it refers to by name.
+    ``other_grammars``: grammars referenced in it by name.
     """
     return json.dumps({"grammars": [{"name": grammar_kind, "lark_grammar": lark_grammar}, *other_grammars]})
 
 
 def convert_inline_schema(text: str, schema_start: int, label: str) -> tuple[str, int]:
-    """Return the grammar of the schema after ``%json``, and where the schema ends in ``text``."""
+    """Return the grammar of the schema after ``%json``, and the schema's end in ``text``."""
     check_nesting(text, label, schema_start)
     try:
         schema, schema_end = json.JSONDecoder().raw_decode(text, schema_start)
@@ -165,7 +165,7 @@ def convert_inline_schema(text: str, schema_start: int, label: str) -> tuple[str
             raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
         return compiled_schema.lark, schema_end
     except (ValueError, RecursionError):
-        reason = "this should be a JSON schema, but isn't JSON."
+        reason = "the JSON schema isn't valid JSON."
     except OvspecError as error:
         reason = f"the JSON schema, at {error}"
     raise OvspecError(f"{label}, {line_and_column(text, schema_start)}: {reason}")
@@ -176,7 +176,7 @@ def parse_json(text: str, label: str) -> JsonValue:
         parsed_object: JsonObject = {}
         for key, value in members:
             if key in parsed_object:
-                raise OvspecError(f'{label} has the key "{key}" twice in one object.')
+                raise OvspecError(f'{label} has a duplicate key "{key}".')
             parsed_object[key] = value
         return parsed_object
 
@@ -191,13 +191,13 @@ def parse_json(text: str, label: str) -> JsonValue:
 
 
 def check_character_count(text: str, label: str, max_characters: int = MAX_GRAMMAR_CHARACTERS) -> None:
-    """Refuse a text that is too long."""
+    """Refuse a text above the length limit."""
     if len(text) > max_characters:
         raise OvspecError(f"{label} has {len(text)} characters; at most {max_characters} are allowed.")
 
 
 def check_nesting(text: str, label: str, start: int = 0) -> None:
-    """Refuse JSON that is nested too deeply, without recursion; the text after it is ignored."""
+    """Refuse deeply nested JSON, without recursion; the text after it is ignored."""
     depth = 0
     for match in BRACKET_PATTERN.finditer(text, start):
         depth += (match.group() in "[{") - (match.group() in "]}")
@@ -211,12 +211,12 @@ def check_nesting(text: str, label: str, start: int = 0) -> None:
 def check_text(text: str, label: str) -> None:
     """Refuse a value that isn't text, or can't be encoded."""
     if not isinstance(text, str):
-        raise OvspecError(f"{label} should be text, not {type(text).__name__}.")
+        raise OvspecError(f"{label} must be a string, not {type(text).__name__}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         location = line_and_column(text, error.start)
-        raise OvspecError(f"{label} contains half a character (a surrogate) at {location}.") from None
+        raise OvspecError(f"{label} contains an unpaired surrogate at {location}; remove it.") from None
 
 
 def line_and_column(text: str, index: int) -> str:

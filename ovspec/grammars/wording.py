@@ -1,30 +1,30 @@
-"""Words llguidance's errors for users."""
+"""Rewords llguidance's errors for users."""
 
 from __future__ import annotations
 
 import re
 
-# (pattern in llguidance's error, the words to report instead); the first match counts.
+# (pattern in llguidance's error, its replacement in reports); the first match counts.
 ERROR_WORDINGS = (
-    (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
+    (r"regex(?:p)? parse error:.*error: (.*)", r"invalid regular expression: \1"),
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
-    (r"NoExtension", "no token may follow here"),
-    (r"(?:Lexer|Parser)TooComplex", "it becomes too complex; simplify it"),
-    (r"Regex is empty", "no text has this pattern, format and length together"),
+    (r"NoExtension", "no token can follow here"),
+    (r"(?:Lexer|Parser)TooComplex", "it is too complex; simplify it"),
+    (r"Regex is empty", "no text can have this pattern, format and length together"),
     (r"^Failed to generate regex for integer range.*", "the bounds of this integer are too large"),
     (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this: \1"),
-    (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it becomes too complex; simplify it"),
+    (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it is too complex; simplify it"),
     (r"(?i)grammar too large|grammar size|fuel|too big|too large", "it is too large; simplify it"),
     (r"recursion limit|too deeply nested", "it is nested too deeply; split it into named parts"),
     (r"^lexer error", "this isn't valid Lark; is a quote or a slash missing?"),
-    (r"^no start rule found|^Empty grammar", "there is no rule start; add one that matches the whole text"),
-    (r"^Unknown common regex: ([\w.]+)", r"\1 is not one of the names that can be imported"),
+    (r"^no start rule found|^Empty grammar", "there is no rule start; add a rule start for the whole text"),
+    (r"^Unknown common regex: ([\w.]+)", r"\1 can't be imported"),
     (r"unknown special token: (\S+?);", r"unknown special token \1"),
 )
 
 
 def word_placed_error(error: str, grammar_kind: str) -> str:
-    """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
+    """Return llguidance's error as the rest of a sentence, beginning with the place if known."""
     position = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
     place_text = ""
     if grammar_kind == "lark" and position:

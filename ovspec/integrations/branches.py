@@ -1,7 +1,7 @@
 """Logits for a caller that chooses the tokens itself, position by position, in several texts at a time.
 
-Each text has its own KV cache. Tokens that a drafter proposes are verified together with those that have to be read
-anyway, so a caller that chooses them, as the target itself would, finds the next logits already computed.
+Each text has its own KV cache. Proposed tokens are verified together with the tokens to read anyway, so if the caller
+chooses them, as the target itself would, the next logits are already computed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ovspec.engine.scheduler import Scheduler
 from ovspec.sampling.samplers import GreedySampler
 
 MAX_BRANCHES = 8
-# A branch is reused if at most this many tokens at its end are lost; otherwise the text gets a branch of its own.
+# A branch is reused if at most this many tokens at its end are lost; otherwise the text gets a new branch.
 MAX_LOST_TOKENS = 4
-# A fork may copy this many cached tokens for each token that it needn't read again; a paged cache copies none.
+# A fork may copy this many cached tokens for each token it needn't read again; a paged cache copies none.
 MAX_COPIED_PER_TOKEN = 32
-# The caller doesn't say how many tokens are still to come; this many are assumed.
+# The caller doesn't announce the number of tokens still to come; this number is assumed.
 EXPECTED_TOKENS = 64
-# Maximum number of positions whose logits are computed at once, when all are requested.
+# Maximum number of positions to compute logits for at once, when all are requested.
 MAX_LOGITS_ROWS = 512
 
 
@@ -41,10 +41,10 @@ class LogitsRequestCounts(ProposalStats):
     """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
-    answered: int = 0  # requests that needed no inference
+    answered: int = 0  # requests without an inference
     inferences: int = 0  # of the target
-    read: int = 0  # tokens of texts that the target read, without proposed tokens
-    forks: int = 0  # branches that started as a copy of another one
+    read: int = 0  # text tokens read by the target, without proposed tokens
+    forks: int = 0  # branches started as a copy of another
 
 
 class PassiveSampler(GreedySampler):
@@ -55,10 +55,10 @@ class PassiveSampler(GreedySampler):
 
 
 class Branch:
-    """A text with its own decoders, which is the only row of its batch.
+    """A text with its own decoders, as the only row of its batch.
 
     sequence: the text as last requested; the target may hold proposed tokens after it.
-    known_logits: n -> the logits (vocab,) that follow the first n tokens that the target holds.
+    known_logits: n -> the logits (vocab,) after the first n of the target's tokens.
     """
 
     finish_reason: FinishReason | None = None
@@ -73,12 +73,12 @@ class Branch:
         self.next_row_to_draft = RowToDraft(sequence, PassiveSampler(), 1)
         self.last_outcome = RowOutcome()
         drafter = decoders.drafter if has_drafter else None
-        # The lookahead learns from a round when the text has gone on.
+        # The lookahead learns from a round once the text has continued.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn_from_round=lambda _: None)
 
     @property
     def cached_sequence(self) -> Sequence:
-        """The tokens that the target holds."""
+        """The tokens in the target's cache."""
         return self.decoders.target.rows[0]
 
     def make_row_to_draft(self) -> RowToDraft:
@@ -97,9 +97,9 @@ class Branch:
 
 @dataclass
 class VerifiedProposal:
-    """A proposal that was verified after ``start`` tokens of ``branch``, in the round of ``outcome``.
+    """A proposal verified after ``start`` tokens of ``branch``, in the round of ``outcome``.
 
-    accepted: proposed tokens that the text has continued with since.
+    accepted: proposed tokens found in the continued text so far.
     """
 
     branch: Branch
@@ -120,7 +120,7 @@ class BranchPool:
             self._runtime.row_maker.make_complete_params({})
         )
         self._has_drafter = drafter is not None
-        self._branches: list[Branch] = []  # the least recently used one first
+        self._branches: list[Branch] = []  # the least recently used first
         self._add_branch(decoders)
         self._last_proposal: VerifiedProposal | None = None  # until the lookahead learns from it
         self._lock = threading.Lock()
@@ -128,15 +128,15 @@ class BranchPool:
     def request_logits(self, tokens: list[int], all_new_positions: bool = False) -> tuple[np.ndarray, int]:
         """Return (logits (positions, vocab) float32, how many of ``tokens`` needn't be read for them).
 
-        The last position is the one after ``tokens``; without ``all_new_positions`` it is the only one. With them,
-        there is also a position after each token that is new since the last request for this text, and one before the
-        first of these, as far back as they are known.
+        The last position is after ``tokens``; without ``all_new_positions`` it is the only position. With it, there is
+        also a position after each token new since the last request for this text, and a position before the first of
+        these, as far back as they are known.
 
         Raises:
             OvspecError: ``tokens`` is empty, has an unknown id, or exceeds the context or the free memory.
         """
         if not tokens:
-            raise OvspecError("The text is empty, and this model has no BOS token to start from.")
+            raise OvspecError("The text is empty, but the model has no BOS token to start with; add text.")
         self._runtime.models.check_context_length(len(tokens))
         sequence = Sequence(tokens)
         text_length = len(sequence)
@@ -164,7 +164,7 @@ class BranchPool:
     # ------------------------------------------------------------ branches
 
     def _choose_branch(self, sequence: Sequence) -> Branch:
-        """Return the branch that holds most of ``sequence``, or another one where that branch would lose too much."""
+        """Return the branch with most of ``sequence``, or another where that branch would lose too much."""
 
         def rate_branch(branch: Branch) -> tuple[int, int]:
             return measure_common_prefix(branch.cached_sequence, sequence), -len(branch.sequence)
@@ -189,7 +189,7 @@ class BranchPool:
         return branch
 
     def _add_branch(self, decoders: DecoderSet, sequence: Sequence | None = None) -> Branch:
-        """Add a branch with the text that ``decoders`` hold, or with an empty one."""
+        """Add a branch with the text in ``decoders``, or with an empty text."""
         if sequence is None:
             decoders.reset(1)
         branch = Branch(decoders, self._has_drafter, self._lookahead, sequence or Sequence())
@@ -208,14 +208,14 @@ class BranchPool:
 
     def _drop_branch(self, branch: Branch) -> None:
         self._branches.remove(branch)
-        branch.decoders.reset(0)  # frees its memory; others may share its cache, so it is not given back
+        branch.decoders.reset(0)  # frees its memory; its cache may be shared, so it is not returned to the pool
 
     # ------------------------------------------------------------ reading and proposing
 
     def _compute_branch_logits(
         self, branch: Branch, sequence: Sequence, first_new: int, all_new_positions: bool
     ) -> int:
-        """Compute the logits after ``sequence`` in one round; return how many of its tokens needn't be read."""
+        """Compute the logits after ``sequence`` in one round; return the number of its tokens that needn't be read."""
         text_length = len(sequence)
         unread_tokens = sequence.tokens[min(measure_common_prefix(branch.cached_sequence, sequence), text_length - 1) :]
         unknown_id = self._runtime.prompt_encoder.tokenizer.known_ids.first_unknown(unread_tokens)
@@ -223,7 +223,7 @@ class BranchPool:
             raise OvspecError(f"Token id {unknown_id} is not in the vocabulary.")
         branch.sequence = sequence
         self._learn_from_proposal()
-        is_prefill = len(unread_tokens) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
+        is_prefill = len(unread_tokens) > PREFILL_THRESHOLD  # no drafting during prefill
         if is_prefill:
             self._free_memory(len(unread_tokens) + EXPECTED_TOKENS)
         expected_tokens = EXPECTED_TOKENS
@@ -251,7 +251,7 @@ class BranchPool:
         return cached_tokens
 
     def _learn_from_proposal(self) -> None:
-        """Let the lookahead learn which tokens of the last proposal the text has continued with."""
+        """Let the lookahead learn how many tokens of the last proposal are in the continued text."""
         if last_proposal := self._last_proposal:
             reached_count = max(
                 last_proposal.accepted, len(last_proposal.branch.sequence) - last_proposal.tokens_before

@@ -1,4 +1,4 @@
-"""The interface of GPTFast (github.com/MDK8888/GPTFast), for code that was written for it."""
+"""The interface of GPTFast (github.com/MDK8888/GPTFast), for existing code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GPTFastModel:
         if prompt.ndim != 1:
             raise OvspecError(f"cur_tokens has the shape {prompt.shape}; it must be (1, n) or (n,).")
         if sampling_kwargs and not self._sample_function:
-            raise OvspecError(f"{', '.join(sampling_kwargs)}: this needs a sample_function; give one to gpt_fast().")
+            raise OvspecError(f"{', '.join(sampling_kwargs)}: needs a sample_function; pass it to gpt_fast().")
         result = self.model.generate(
             prompt,
             max_tokens=max_tokens,
@@ -64,7 +64,7 @@ def gpt_fast(
 
     Args:
         target, draft, options: as for ``ovspec.load``.
-        sample_function: ``sample(logits (1, vocab), tokens so far (n,), **sampling_kwargs) -> token id``; greedy
-            without one. As with GPTFast, only ``max_tokens`` ends a text.
+        sample_function: ``sample(logits (1, vocab), tokens so far (n,), **sampling_kwargs) -> token id``; by default
+            greedy. As in GPTFast, only ``max_tokens`` ends a text.
     """
     return GPTFastModel(load(target, draft, **options), sample_function)

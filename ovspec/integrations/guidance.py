@@ -1,4 +1,4 @@
-"""A model for the guidance library (https://github.com/guidance-ai/guidance), which runs its programs on ovspec."""
+"""A model for the guidance library (https://github.com/guidance-ai/guidance), to run its programs on ovspec."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ except ModuleNotFoundError:
 
 
 class OpenVINO(Model):
-    """A guidance model that runs on a loaded ``LanguageModel`` and speculates with its drafters.
+    """A guidance model on a loaded ``LanguageModel``, with speculation by its drafters.
 
     Args:
-        lm: from ``ovspec.load``. The guidance model has KV caches of its own, so ``lm`` may be used besides.
+        lm: from ``ovspec.load``. The guidance model has separate KV caches, so ``lm`` remains usable.
         echo: show the text in a notebook, with token probabilities; for these all logits are computed and sorted.
         chat_template: a ``guidance.chat.ChatTemplate`` class, or a template's source; by default the model's.
         sampling_params: guidance's ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
-        options: what guidance may do, all on by default: ``enable_backtrack`` (tokenise the end of a text again),
-            ``enable_ff_tokens`` (append tokens that a grammar forces without asking the model), ``enable_monitoring``
+        options: guidance's permissions, all on by default: ``enable_backtrack`` (tokenise the end of a text again),
+            ``enable_ff_tokens`` (append tokens forced by a grammar without asking the model), ``enable_monitoring``
             (measure the CPU load).
     """
 
@@ -59,7 +59,7 @@ class OpenVINO(Model):
 
 
 class OpenVINOEngine(Engine):
-    """The engine that guidance asks for logits, for all branches of its programs; ``options`` are ``Engine``'s."""
+    """The source of logits for guidance, for all branches of its programs; ``options`` are ``Engine``'s."""
 
     def __init__(
         self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None, **options: bool
@@ -73,13 +73,13 @@ class OpenVINOEngine(Engine):
     def get_logits(self, token_ids: list[int], include_all_uncached_tokens: bool = False) -> LogitsOutput:
         """Implement ``Engine.get_logits``; ``n_cached`` equals ``n_tokens`` if no inference was needed."""
         logits, cached_tokens = self.branches.request_logits(token_ids, include_all_uncached_tokens)
-        missing_ids = max(0, self._logits_width - logits.shape[1])  # ids that the model lacks
+        missing_ids = max(0, self._logits_width - logits.shape[1])  # ids unknown to the model
         padded_logits = np.pad(logits[:, : self._logits_width], ((0, 0), (0, missing_ids)), constant_values=-np.inf)
         return {"logits": padded_logits, "n_tokens": len(token_ids), "n_cached": cached_tokens}
 
 
 class OpenVINOTokenizer(Tokenizer):
-    """llguidance's tokenizer on the model's own ``tokenizer.json``; raises OvspecError if that can't be used."""
+    """llguidance's tokenizer on the model's own ``tokenizer.json``; raises OvspecError if it is unsuitable."""
 
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         tokenizer_json = read_json(lm.folder / TOKENIZER_FILE)
@@ -103,9 +103,9 @@ class OpenVINOTokenizer(Tokenizer):
 
 
 def find_model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
-    """Return a class for the model's chat template, its source if guidance knows it or no class can be made, or None.
+    """Return a class for the model's chat template, its source if guidance knows it or no class is possible, or None.
 
-    Without a template, guidance takes ChatML and says so.
+    Without a template, guidance uses ChatML and reports it.
     """
     try:
         model_template = lm.runtime.prompt_encoder.chat_format.template

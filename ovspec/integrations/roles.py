@@ -7,7 +7,7 @@ from ovspec.text.chat_template import ChatTemplate
 
 RoleTexts = dict[str, tuple[str, str]]  # role -> (text before a message, text after it)
 
-SAMPLE_CONTENTS = ("Alpha7one", "Bravo7two", "Delta7three")  # which no template would write, trim or change
+SAMPLE_CONTENTS = ("Alpha7one", "Bravo7two", "Delta7three")  # no template has, trims or changes these
 
 
 def find_role_texts(template: ChatTemplate) -> RoleTexts | None:
@@ -32,7 +32,7 @@ def find_role_texts(template: ChatTemplate) -> RoleTexts | None:
     user_start = chat_texts[2][len(assistant_end) :]
     if not chat_texts[0].endswith(user_start):
         return None
-    # The prompt for an answer may hold more than an earlier answer begins with, such as an opened thinking block.
+    # The prompt for an answer may hold more than the start of an earlier answer, such as an opened thinking block.
     role_texts = {"user": (user_start, user_end), "assistant": (opened_texts[1][len(user_end) :], assistant_end)}
     try:
         text_before_system, text_between_turns, text_after_user = split_rendered_chat(template, ["system", "user"])
@@ -45,7 +45,7 @@ def find_role_texts(template: ChatTemplate) -> RoleTexts | None:
 
 
 def split_rendered_chat(template: ChatTemplate, roles: list[str], opens_answer: bool = False) -> list[str]:
-    """Return the texts before, between and after messages of ``roles``; raises OvspecError if one is left out.
+    """Return the texts before, between and after messages of ``roles``; raises OvspecError if a message is left out.
 
     opens_answer: render the beginning of an answer, too.
     """
@@ -55,6 +55,6 @@ def split_rendered_chat(template: ChatTemplate, roles: list[str], opens_answer: 
     for message in messages:
         text_before, matched_content, unsplit_text = unsplit_text.partition(message["content"])
         if not matched_content:
-            raise OvspecError("The chat template leaves a message out.")
+            raise OvspecError("The chat template drops a message; set another `chat_template`.")
         texts_around.append(text_before)
     return [*texts_around, unsplit_text]

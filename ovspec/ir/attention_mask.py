@@ -1,4 +1,4 @@
-"""Run an IR's attention mask alone, which shows how far attention sees at any length, at next to no cost."""
+"""Run an IR's attention mask alone: a cheap way to find how far attention reaches, at any length."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from openvino import opset13 as ops
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, StateVariable, find_state_variables
 from ovspec.ir.device import openvino_core
 
-LONGEST_TESTED_MASK = 32768  # slots to test a mask at if the config doesn't give the context length
+LONGEST_TESTED_MASK = 32768  # slots to test a mask at if the config has no context length
 UNBOUNDED = sys.maxsize
 
 
 def find_narrowest_window(ir: CompiledIR) -> int:
-    """Return how many slots the narrowest layer sees, by the config and by the IR's own attention mask."""
+    """Return the number of slots the narrowest layer sees, by the config and by the IR's own attention mask."""
     return min(bound for bound in (ir.config.attention_window, find_exact_masking_limit(ir), UNBOUNDED) if bound)
 
 
 def find_exact_masking_limit(ir: CompiledIR) -> int | None:
-    """Return the number of slots up to which dead slots don't change what the live ones see.
+    """Return the number of slots up to which dead slots leave the visibility of live slots unchanged.
 
-    0 if they always do, UNBOUNDED if they never do, None if that can't be determined.
+    0 if they always change it, UNBOUNDED if they never do, None if unknown.
     """
     try:
         mask_model = extract_mask_model(openvino_core().read_model(ir.folder / MODEL_FILE))
@@ -50,7 +50,7 @@ def find_exact_masking_limit(ir: CompiledIR) -> int | None:
 
 
 def extract_mask_model(model: ov.Model) -> ov.Model | None:
-    """Return the attention masks of ``model`` as a model of its own, or None if it has none. Takes ``model`` apart.
+    """Return the attention masks of ``model`` as a separate model, or None if it has none. Takes ``model`` apart.
 
     States become inputs of the same name. Only their lengths are read, so heads may have size 1.
     """
@@ -82,7 +82,7 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
 
 
 def collect_ancestor_names(nodes: Sequence[ov.Node]) -> set[str]:
-    """Return the names of ``nodes`` and of all nodes that they are computed from."""
+    """Return the names of ``nodes`` and of all their direct and indirect inputs."""
     node_names = set[str]()
     unvisited_nodes = list(nodes)
     while unvisited_nodes:
@@ -94,7 +94,7 @@ def collect_ancestor_names(nodes: Sequence[ov.Node]) -> set[str]:
 
 
 def hides_dead_slots(request: ov.InferRequest, states: dict[str, StateVariable], slots: int) -> bool:
-    """Return whether the last of ``slots`` slots sees the live ones alike with four dead slots and without them."""
+    """Return whether the last of ``slots`` slots sees the live slots alike with and without four dead slots."""
     dead_slots = slice(slots - 6, slots - 2)
     live_flags = np.ones((1, slots), dtype=np.int64)
     live_flags[:, dead_slots] = 0
@@ -138,5 +138,5 @@ def compute_masks(
 
 
 def as_additive_mask(mask: np.ndarray) -> np.ndarray:
-    """Return a mask as float64 to be added to the attention scores; a boolean mask hides where it is false."""
+    """Return a mask as float64 to add to the attention scores; a boolean mask hides where it is false."""
     return np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64)

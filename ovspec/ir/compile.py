@@ -1,4 +1,4 @@
-"""Read and compile an exported IR: find its inputs and states, and compute logits only where they are wanted."""
+"""Read and compile an exported IR: find its inputs and states, and compute logits only where needed."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ovspec.ir.device import (
 from ovspec.ir.large_pages import LargePageMover
 from ovspec.ir.lm_head import find_lm_head
 
-# Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
+# Two threads reading their first model at once may deadlock inside OpenVINO's Python binding.
 MODEL_READING_LOCK = threading.Lock()
-# Output of a head or a draft that proposes only some ids, a constant: the difference between a target's id and the
-# number of its logit.
+# Constant output of a head or a draft with a reduced vocabulary: for each logit, the target's id minus the logit's
+# index.
 TARGET_IDS_OUTPUT = "d2t"
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx", "cache_position"}
 
@@ -43,13 +43,13 @@ class StateVariable:
 
     name: str
     batch_axis: int
-    sequence_axis: int | None  # of the slots, which can be cut or masked; None for a state without slots
+    sequence_axis: int | None  # axis of the slots to cut or mask; None for a state without slots
     width: int  # values per row and slot, or per row if there are no slots
 
 
 @dataclass(frozen=True)
 class AdvanceGraph:
-    """A model that advances recurrent states by tokens whose updates are known; see ``recurrent_states.py``.
+    """A model that advances recurrent states by tokens with known updates; see ``recurrent_states.py``.
 
     shapes: of the states, in the order of its inputs.
     token_axes: of the updates, in the order of its inputs: the axis of the tokens.
@@ -75,7 +75,7 @@ class ModelGraph:
     states: list[StateVariable]
     picks_logits: bool
     target_ids: np.ndarray | None
-    advance: AdvanceGraph | None = None  # of its recurrent states, if these are inputs and outputs
+    advance: AdvanceGraph | None = None  # of its recurrent states, if they are inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -92,28 +92,28 @@ class CompiledIR:
     """A language model compiled by OpenVINO, with its inputs and states. ``InferenceRequest`` runs it."""
 
     folder: Path
-    open_model: ov.CompiledModel | None  # None from when it is closed
+    open_model: ov.CompiledModel | None  # None once closed
     device: str
     states: list[StateVariable]
     config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
-    outputs: dict[str, int]  # the same of outputs, for the fast getters
+    outputs: dict[str, int]  # name -> index, for the fast getters
     picks_logits: bool  # as in ``ModelGraph``
     target_ids: np.ndarray | None  # as in ``ModelGraph``
-    properties: dict[str, str]  # that it was compiled with
+    properties: dict[str, str]  # used to compile it
     large_page_mover: LargePageMover  # moves its weights into large pages
-    state_advance: StateAdvance | None = None  # of a model whose recurrent states are inputs and outputs
-    last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens a row
+    state_advance: StateAdvance | None = None  # of a model with recurrent states as inputs and outputs
+    last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens per row
 
     @property
     def compiled_model(self) -> ov.CompiledModel:
-        """OpenVINO's model; raises InferenceError if it was closed."""
+        """OpenVINO's model; raises InferenceError if it is closed."""
         if self.open_model is None:
-            raise InferenceError(f"{self.folder}: this model was closed; load it again.")
+            raise InferenceError(f"{self.folder}: the model was closed; load it again.")
         return self.open_model
 
     def close(self) -> None:
-        """Free OpenVINO's model as soon as no request of it is left."""
+        """Free OpenVINO's model as soon as it has no requests left."""
         self.open_model = None
         self.state_advance = None
         self.last_run = (None, 0)
@@ -140,10 +140,10 @@ class CompiledIR:
 
     @property
     def needs_single_rows(self) -> bool:
-        """Whether rows can't share an inference.
+        """Whether each row needs its own inference.
 
-        Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies.
-        A GPU crashes where an inference has fewer rows than the one before (OpenVINO 2026.4.1).
+        Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies. A
+        GPU crashes where an inference has fewer rows than the last (OpenVINO 2026.4.1).
         """
         if self.recurrent_states or self.config.has_chunked_attention or self.config.rope_switch_length is not None:
             return True
@@ -151,11 +151,11 @@ class CompiledIR:
 
     @property
     def logits_width(self) -> int:
-        """Width of the logits, which may exceed the tokenizer's vocabulary."""
+        """Width of the logits; may exceed the tokenizer's vocabulary."""
         return self.output_width("logits")
 
     def output_width(self, output: str) -> int:
-        """Return how many values the output ``output`` has for each token; 0 if the model doesn't have it."""
+        """Return the number of values per token in the output ``output``; 0 if the model doesn't have it."""
         if output not in self.outputs:
             return 0
         return self.compiled_model.output(self.outputs[output]).get_partial_shape()[-1].get_length()
@@ -166,21 +166,21 @@ class CompiledIR:
 
 
 def check_ir_folder(folder: Path) -> None:
-    """Raise an OvspecError if ``folder`` holds no exported language model; it describes the folder."""
+    """Raise an OvspecError that describes ``folder``, unless it has an exported language model."""
     if folder.is_file() and folder.suffix == ".gguf":
         raise OvspecError(f"{folder}: a GGUF file, not an IR; run 'ovspec export {folder} -o DIR' first.")
     if not folder.is_dir():
         problem = "is a file" if folder.is_file() else "no such folder"
-        raise OvspecError(f"{folder}: {problem}; name a folder made by 'ovspec export' or optimum-cli.")
+        raise OvspecError(f"{folder}: {problem}; give a folder made by 'ovspec export' or optimum-cli.")
     if (folder / MODEL_FILE).is_file():
         return
     if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):
         raise OvspecError(f"{folder}: a Hugging Face checkpoint, not an IR; run 'ovspec export {folder} -o DIR' first.")
-    raise OvspecError(f"{folder}: no {MODEL_FILE} in it; name a folder made by 'ovspec export' or optimum-cli.")
+    raise OvspecError(f"{folder}: no {MODEL_FILE} in it; give a folder made by 'ovspec export' or optimum-cli.")
 
 
 def check_weights_file(xml: Path) -> int:
-    """Return the size in bytes of the .bin file that belongs to ``xml``.
+    """Return the size in bytes of the .bin file of ``xml``.
 
     Raises OvspecError if either file is missing, or the .bin is shorter than the .xml says: OpenVINO maps it into
     memory, and reading past its end would kill the process.
@@ -195,7 +195,9 @@ def check_weights_file(xml: Path) -> int:
         int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', xml_content)
     ]
     if weights_bytes < max(tensor_ends, default=0):
-        raise OvspecError(f"{weights}: cut off ({weights_bytes} of {max(tensor_ends)} bytes); export the model again.")
+        raise OvspecError(
+            f"{weights}: truncated ({weights_bytes} of {max(tensor_ends)} bytes); export the model again."
+        )
     return weights_bytes
 
 
@@ -224,7 +226,7 @@ def find_state_variables(model: ov.Model) -> list[StateVariable]:
 
 
 def add_logits_index_input(model: ov.Model) -> bool:
-    """Add the input ``logits_idx`` [n] i64: flat indices (row * width + column) whose logits are computed.
+    """Add the input ``logits_idx`` [n] i64: flat indices (row * width + column) of the tokens to compute logits for.
 
     The hidden states are gathered before the lm_head, so ``logits`` becomes [1, n, vocab].
     Returns False, and leaves the model unchanged, if the lm_head is not found.
@@ -242,9 +244,9 @@ def add_logits_index_input(model: ov.Model) -> bool:
 
 
 def gather_rows_for_readers(model: ov.Model, hidden: ov.Output, readers: list[ov.Input]) -> ov.Output:
-    """Let ``readers`` of hidden states [rows, columns, width] read only those that the input ``logits_idx`` [n] picks.
+    """Let ``readers`` of hidden states [rows, columns, width] read only the tokens picked by input ``logits_idx`` [n].
 
-    Returns the picked ones, [1, n, width].
+    Returns the picked hidden states, [1, n, width].
     """
     zero = ops.constant(0, dtype=ov.Type.i64)
     logits_indices = ops.parameter([-1], ov.Type.i64, name="logits_idx")
@@ -259,14 +261,14 @@ def gather_rows_for_readers(model: ov.Model, hidden: ov.Output, readers: list[ov
 
 
 def add_output(model: ov.Model, value: ov.Output, name: str) -> None:
-    """Let a model have ``value`` as an output."""
+    """Make ``value`` an output of a model."""
     result = ops.result(value)
     result.output(0).get_tensor().set_names({name})
     model.add_results([result])  # type: ignore[list-item]
 
 
 def has_trimmed_vocabulary(folder: Path) -> bool:
-    """Return whether the IR in ``folder`` has logits of only some ids, so that it can't be a target."""
+    """Return whether the IR in ``folder`` has a reduced vocabulary, so can't be a target."""
     file = folder / MODEL_FILE
     return file.is_file() and f'"{TARGET_IDS_OUTPUT}"'.encode() in file.read_bytes()
 
@@ -281,7 +283,7 @@ def read_target_ids(model: ov.Model) -> np.ndarray | None:
 
 
 def write_target_ids(model: ov.Model, target_ids: np.ndarray) -> None:
-    """Let a model say that its logits are those of ``target_ids`` (n,) of its target."""
+    """Record in a model that its logits belong to the ``target_ids`` (n,) of its target."""
     add_output(
         model, ops.constant(target_ids - np.arange(len(target_ids)), dtype=ov.Type.i64).output(0), TARGET_IDS_OUTPUT
     )
@@ -292,7 +294,7 @@ def read_openvino_model(folder: Path) -> ov.Model:
         return openvino_core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
         problem = f"cannot be read ({last_error_line(error)})"
-        raise OvspecError(f"{folder / MODEL_FILE}: {problem}; export it again.") from None
+        raise OvspecError(f"{folder / MODEL_FILE}: {problem}; export the model again.") from None
 
 
 def read_model_graph(folder: Path, rewrite: Rewrite | None = None) -> ModelGraph:
@@ -302,18 +304,18 @@ def read_model_graph(folder: Path, rewrite: Rewrite | None = None) -> ModelGraph
     input_names = {name for port in model.inputs for name in port.names}
     output_names = {name for port in model.outputs for name in port.names}
     if "logits" not in output_names or "input_ids" not in input_names:
-        raise OvspecError(f"{folder}: not a language model that generates text (it has no input_ids or no logits).")
+        raise OvspecError(f"{folder}: not a text generation model (it has no input_ids or no logits).")
     if not states or not {"attention_mask", "beam_idx"} <= input_names:
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
     if unknown_inputs := input_names - KNOWN_INPUTS:
-        raise OvspecError(f"{folder}: not supported, because the model needs the input {min(unknown_inputs)}.")
+        raise OvspecError(f"{folder}: the model's input {min(unknown_inputs)} is not supported.")
     for parameter in model.get_parameters():
         if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
             model.remove_parameter(parameter)
     if (target_ids := read_target_ids(model)) is not None:
         if model.output("logits").get_partial_shape()[-1] != len(target_ids):
-            problem = f"its {TARGET_IDS_OUTPUT} doesn't name an id for each of its logits"
-            raise OvspecError(f"{folder}: {problem}; export it again.")
+            problem = f"its {TARGET_IDS_OUTPUT} and its logits differ in length"
+            raise OvspecError(f"{folder}: {problem}; export the model again.")
         model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
     picks_logits = add_logits_index_input(model)
     advance = rewrite(model) if rewrite else None
@@ -321,7 +323,7 @@ def read_model_graph(folder: Path, rewrite: Rewrite | None = None) -> ModelGraph
 
 
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Rewrite | None = None) -> CompiledIR:
-    """Read the language model in ``folder``, apply ``rewrite`` if there is one, and compile it.
+    """Read the language model in ``folder``, apply ``rewrite`` if given, and compile it.
 
     Raises OvspecError if the folder holds no stateful text model, or the device is missing or can't compile it.
     """
@@ -334,7 +336,7 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Rewrite | None = N
 
 
 def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> CompiledIR:
-    """Compile ``graph``, which was read from ``folder``, in f32 where OpenVINO would crash otherwise.
+    """Compile ``graph``, read from ``folder``, in f32 where OpenVINO would crash otherwise.
 
     Raises OvspecError if the device can't compile it.
     """

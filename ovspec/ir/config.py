@@ -1,4 +1,4 @@
-"""What ovspec reads of a model's ``config.json``."""
+"""The parts of a model's ``config.json`` used by ovspec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW_KEYS = ("sliding_window", "window_size", "attention_chunk_size")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A ``config.json``, and its content as JSON. Models differ in how they write lengths: only ints count."""
+    """A ``config.json``, and its content as JSON. Models write lengths in several ways: only ints count."""
 
     model_type: str | None = None
     eos_token_id: int | list[int] | None = None
@@ -26,12 +26,12 @@ class ModelConfig:
 
     @property
     def language_config(self) -> ModelConfig:
-        """The part that describes the language model."""
+        """The part about the language model."""
         return self.text_config or self
 
     @property
     def context_length(self) -> int | None:
-        """Number of positions that the model was made for; None if the config doesn't say."""
+        """Number of positions the model was trained for; None if the config doesn't say."""
         return next(self.language_config._read_positive_integers(CONTEXT_KEYS), None)
 
     @property
@@ -41,7 +41,7 @@ class ModelConfig:
 
     @property
     def attention_window(self) -> int | None:
-        """Number of slots that the narrowest attention layer sees; None for full attention."""
+        """Number of slots seen by the narrowest attention layer; None for full attention."""
         keys = WINDOW_KEYS
         if self.language_config.json_object.get("use_sliding_window") is False:
             keys = keys[1:]
@@ -49,12 +49,12 @@ class ModelConfig:
 
     @property
     def has_chunked_attention(self) -> bool:
-        """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first one."""
+        """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first slot."""
         return any(True for _ in self.language_config._read_positive_integers(("attention_chunk_size",)))
 
     @property
     def rope_switch_length(self) -> int | None:
-        """Length of the text beyond which all its tokens get other rotary frequencies (LongRoPE); None for never."""
+        """Length in tokens beyond which all tokens get other rotary frequencies (LongRoPE); None for never."""
         config = self.language_config.json_object
         for rope_parameters in (config.get("rope_parameters"), config.get("rope_scaling")):
             if isinstance(rope_parameters, dict) and "longrope" in (
@@ -67,7 +67,7 @@ class ModelConfig:
 
     @property
     def convolution_width(self) -> int:
-        """Number of inputs that Mamba's convolution sees."""
+        """Number of inputs of Mamba's convolution."""
         return next(self.language_config._read_positive_integers(("conv_kernel",)), 4)
 
     def _read_positive_integers(self, keys: tuple[str, ...]) -> Iterator[int]:

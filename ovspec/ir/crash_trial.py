@@ -1,4 +1,4 @@
-"""Compile a layer with a gate, in a process of its own: ``crashes.py`` starts this file to see whether it survives.
+"""Compile a gated layer in a separate process: ``crashes.py`` runs this file to see whether it survives.
 
 It has two arguments: the device, and the properties as JSON. It imports nothing of ovspec, so it starts quickly.
 """
@@ -17,7 +17,7 @@ LAYER_WIDTH = 64  # OpenVINO computes such a layer in one operation if its sizes
 
 
 def make_gated_layer() -> ov.Model:
-    """Return down(silu(gate(x)) * up(x)), as language models have it in each layer; its weights aren't compressed."""
+    """Return down(silu(gate(x)) * up(x)), a part of each layer of language models; its weights aren't compressed."""
     generator = np.random.default_rng(0)
 
     def multiply(values: ov.Node) -> ov.Node:
@@ -32,7 +32,7 @@ def make_gated_layer() -> ov.Model:
 
 
 def disable_core_dumps() -> None:
-    """Write no core dump when this process crashes, where the system allows that."""
+    """Write no core dump when this process crashes, on systems that can be told so."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

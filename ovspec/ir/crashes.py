@@ -1,7 +1,7 @@
-"""Recognise models that OpenVINO crashes on while it compiles them, and compute them in f32.
+"""Recognise models that crash OpenVINO during compilation, and compute them in f32.
 
-A crash inside the library would end this process without a word. So a small layer of the same kind is compiled first,
-in a process of its own, for the same device and with the same properties; the outcome is remembered.
+A crash inside the library would end this process silently. So a small layer of the same kind is compiled first, in a
+separate process, for the same device and with the same properties; the outcome is cached.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ovspec.ir.device import (
 )
 
 TRIAL_COMMAND = ("-P", str(Path(__file__).with_name("crash_trial.py")))  # Python's arguments; device, properties follow
-TRIAL_SECONDS = 60.0  # that a trial may take; it needs less than one
-# Exit codes of processes that a fault in their own code has ended; other signals come from outside.
+TRIAL_SECONDS = 60.0  # limit of a trial; it needs less than one
+# Exit codes of processes ended by a fault in their own code; other signals come from outside.
 FAULT_SIGNALS = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
 FAULTS_BY_EXIT_CODE = {-int(getattr(signal, name)): name for name in FAULT_SIGNALS if hasattr(signal, name)}
-FIRST_WINDOWS_FAULT_CODE = 0xC0000000  # Windows' exit codes of such processes begin here
+FIRST_WINDOWS_FAULT_CODE = 0xC0000000  # Windows' exit codes of crashed processes begin here
 MATRIX_SHAPE_PATTERN = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
 
 TrialSetting = tuple[str, ...]
@@ -45,15 +45,15 @@ shown_notes = set[str]()
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The signal that ended a trial, such as SIGFPE; empty if none did."""
+    """The signal of a failed trial, such as SIGFPE; empty if the trial succeeded."""
 
     fault: str
 
 
 def choose_crash_free_options(folder: Path, options: DeviceOptions) -> DeviceOptions:
-    """Return ``options``, in f32 where OpenVINO would crash on the model in ``folder``; a note says so once.
+    """Return ``options``, in f32 where OpenVINO would crash on the model in ``folder``; a note reports this once.
 
-    Raises OvspecError if the user named the precision in which it crashes.
+    Raises OvspecError if the user asked for the crashing precision.
     """
     precision = resolve_precision(options)
     if precision == "f32" or "CPU" not in list_possible_devices(options.device) or not has_uncompressed_gates(folder):
@@ -77,7 +77,7 @@ def choose_crash_free_options(folder: Path, options: DeviceOptions) -> DeviceOpt
 def has_uncompressed_gates(folder: Path) -> bool:
     """Return whether the IR in ``folder`` has layers like the trial's: with a gate, and weights not compressed.
 
-    Such a layer has two matrices of one shape and one of that shape transposed; without a gate it has as many of each.
+    Such a layer has two matrices of the same shape and a transposed one; a layer without a gate has one of each.
     """
     ir_file = folder / MODEL_FILE
     if not ir_file.is_file():
@@ -93,7 +93,7 @@ def has_uncompressed_gates(folder: Path) -> bool:
 
 
 def recall_or_run_trial(options: DeviceOptions) -> TrialOutcome:
-    """Return the finding of this process or an earlier one, or run the trial and remember it."""
+    """Return the cached outcome from this process or an earlier one, or run the trial and cache its outcome."""
     properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
     trial_setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)
     if trial_setting not in known_outcomes:
@@ -108,7 +108,7 @@ def recall_or_run_trial(options: DeviceOptions) -> TrialOutcome:
 
 
 def run_trial(device: str, properties: str, *trial_arguments: str) -> TrialOutcome | None:
-    """Run the trial; None if it took too long, or failed without a crash, so that nothing is known."""
+    """Run the trial; None if it timed out, or failed without a crash, so the outcome is unknown."""
     command = [sys.executable, *trial_arguments, device, properties]
     devnull = subprocess.DEVNULL
     try:
@@ -124,7 +124,7 @@ def run_trial(device: str, properties: str, *trial_arguments: str) -> TrialOutco
 
 
 def name_fault_signal(exit_code: int) -> str | None:
-    """Return which fault in its own code has ended a process with this exit code; None if none did."""
+    """Return the fault in the process's own code that caused an exit code; None if there was none."""
     if exit_code >= FIRST_WINDOWS_FAULT_CODE:
         return f"{exit_code:#x}"
     return FAULTS_BY_EXIT_CODE.get(exit_code)

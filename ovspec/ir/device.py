@@ -20,7 +20,7 @@ from ovspec.ir.instruction_set import check_instruction_set, describe_instructio
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
-# Properties that distinguish devices; a plugin may lack some, and the driver's has a name by plugin.
+# Properties that tell devices apart; a plugin may lack some, and the name of the driver's property depends on it.
 IDENTIFYING_PROPERTIES = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
 
 
@@ -54,7 +54,7 @@ class DeviceOptions:
 
 @functools.cache
 def openvino_core() -> ov.Core:
-    """Return the OpenVINO core, of which each process has one."""
+    """Return the process's OpenVINO core."""
     return ov.Core()
 
 
@@ -63,7 +63,7 @@ def default_cache_dir() -> Path:
 
 
 def identify_machine(device: str = "CPU") -> tuple[str, ...]:
-    """Return the properties of this machine that decide whether kept findings about it are valid.
+    """Return the properties of this machine that decide whether cached findings about it are valid.
 
     ``device``: the device of the findings. Devices other than the CPU add their names, architectures and drivers.
     """
@@ -87,7 +87,7 @@ def system_and_processor() -> str:
 
 
 def count_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores available to this process."""
     process = psutil.Process()
     if hasattr(process, "cpu_affinity"):
         return len(process.cpu_affinity())
@@ -95,7 +95,7 @@ def count_cores() -> int:
 
 
 def identify_device(name: str) -> list[str]:
-    """Return the name of a device, and its model, architecture and driver as far as its plugin has them."""
+    """Return the name of a device, and its model, architecture and driver as far as its plugin provides them."""
     supported_properties = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
     identifying_properties = [
         key for key in supported_properties if key in IDENTIFYING_PROPERTIES or key.endswith("DRIVER_VERSION")
@@ -112,12 +112,12 @@ def read_device_property(device: str, name: str) -> Any:
 
 
 def format_property(value: Any) -> str:
-    """Return a property of a device or a compiled model as a string, element types as f16 and the like."""
+    """Return a property of a device or a compiled model as a string; element types become "f16" and the like."""
     return value.get_type_name() if isinstance(value, ov.Type) else str(value)
 
 
 def list_possible_devices(device: str) -> list[str]:
-    """Return the devices that may run a model compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
+    """Return the devices on which a model compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU, may run."""
     plugin, _, device_list = device.upper().partition(":")
     if not is_virtual_device(device):
         return [plugin]
@@ -129,12 +129,12 @@ def list_possible_devices(device: str) -> list[str]:
 
 
 def is_virtual_device(device: str) -> bool:
-    """Return whether ``device`` is one of OpenVINO's that choose among others."""
+    """Return whether ``device`` is one of OpenVINO's devices that choose among others."""
     return device.upper().partition(":")[0] in ("AUTO", "HETERO")
 
 
 def is_gpu(device: str) -> bool:
-    """Return whether ``device`` is a GPU itself, not AUTO or HETERO, which may choose one."""
+    """Return whether ``device`` is a GPU itself; AUTO and HETERO, which may choose one, don't count."""
     return device.upper().partition(".")[0] == "GPU"
 
 
@@ -160,11 +160,11 @@ def list_available_devices() -> list[tuple[str, str]]:
 def check_threads_option(threads: int | None, devices: list[str]) -> None:
     """Raise an OvspecError if ``threads`` is set and none of ``devices`` is the CPU."""
     if threads and not any("CPU" in list_possible_devices(device) for device in devices):
-        raise OvspecError(f"`threads={threads}`: only a CPU has threads, and the device is {devices[0]}; leave it out.")
+        raise OvspecError(f"`threads={threads}` works only on a CPU, but the device is {devices[0]}; leave it out.")
 
 
 def parse_device_option(device: str, option: str = "device") -> str:
-    """Return OpenVINO's name of ``device``, the value of ``option``; raise OvspecError if it is no device."""
+    """Return OpenVINO's name of ``device``, the value of ``option``; raise OvspecError if it isn't a device."""
     device_name = device.upper()
     plugin, _, device_list = device_name.partition(":")
     if device_list and not is_virtual_device(device_name):
@@ -196,7 +196,7 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     """Return the properties for ``Core.compile_model``."""
     properties = {"PERFORMANCE_HINT": "LATENCY"}
     if options.device.upper().startswith("AUTO"):
-        # The KV cache lives in the request, which must not start on the CPU and then move to another device.
+        # The KV cache lives in the request: it must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
     fixed_properties = options.fixed_properties
     default_precisions = default_kv_precisions(options)
@@ -212,8 +212,8 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     properties |= fixed_properties
     properties["CACHE_DIR"] = ""
     if options.cache_folder:
-        # OpenVINO would load a model that was compiled with other properties, such as another precision, for another
-        # instruction set or number of cores.
+        # OpenVINO would load a model compiled with other properties, such as another precision, for another instruction
+        # set or number of cores.
         compile_setting = repr((identify_machine(options.device), sorted(properties.items())))
         name = f"{ov.get_version()[:20]} {hashlib.sha256(compile_setting.encode()).hexdigest()[:16]}"
         properties["CACHE_DIR"] = str(options.cache_folder / name)
@@ -221,22 +221,22 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
 
 
 def list_native_precisions() -> list[str]:
-    """Return the 16-bit types that the CPU computes in natively; OpenVINO emulates bf16 and computes f16 in f32."""
+    """Return the CPU's native 16-bit types; OpenVINO emulates bf16 and computes f16 in f32."""
     capabilities = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
 
 
 def resolve_precision(options: DeviceOptions) -> str:
-    """Return the type in which the CPU computes with these options."""
+    """Return the type of the CPU's arithmetic with these options."""
     fixed_precision = options.fixed_properties.get("INFERENCE_PRECISION_HINT")
     return fixed_precision or openvino_core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
 
 
 def default_kv_precisions(options: DeviceOptions) -> dict[str, str]:
-    """Return the default type of the KV cache by device: CPU or GPU, of which AUTO and HETERO may have several.
+    """Return the default KV cache type by device: CPU or GPU; AUTO and HETERO may include several.
 
-    It is the one that attention computes in, so that rolling back is exact. It isn't exact with u8, the CPU plugin's
-    own default for compressed weights (see docs/explanation/engines.md), nor with i8, that of many GPUs.
+    It is attention's type, for exact rollback. Rollback isn't exact with u8, the CPU plugin's own default for
+    compressed weights (see docs/explanation/engines.md), nor with i8, the default of many GPUs.
     """
     devices = list_possible_devices(parse_device_option(options.device))
     kv_precisions = {device: "f16" for device in devices if is_gpu(device)}

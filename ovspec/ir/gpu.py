@@ -1,4 +1,4 @@
-"""The properties of a GPU that users ask for, and the kernels that its OpenVINO plugin compiles in the background."""
+"""A GPU's properties for reports, and waiting for the kernels that OpenVINO's GPU plugin compiles in the background."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ovspec.base.json_types import JsonObject
 from ovspec.ir.device import format_property, is_gpu, read_device_property, uses_main_memory
 
 OWNERS_FREED_AT_EXIT: weakref.WeakSet[ModelOwner] = weakref.WeakSet()
-QUIET_SECONDS = 0.25  # without work in the background, after which compilation has ended
+QUIET_SECONDS = 0.25  # background idle time after which compilation counts as finished
 LONGEST_WAIT_SECONDS = 30.0
 
 
 def read_gpu_facts(device: str) -> JsonObject:
     """Return a GPU's memory in bytes, driver, matrix unit (XMX) and default KV cache; {} for another device.
 
-    A property that its plugin lacks is None.
+    A property is None if the plugin lacks it.
     """
     if not is_gpu(device):
         return {}
@@ -58,7 +58,7 @@ def format_gpu_facts(facts: JsonObject) -> str:
 
 
 def wait_for_compilation() -> None:
-    """Wait until no thread of this process works, as those that compile kernels do; for half a minute at most."""
+    """Wait until the threads of this process are idle, kernel compilers included; for half a minute at most."""
     process = psutil.Process()
     deadline = time.monotonic() + LONGEST_WAIT_SECONDS
     cpu_seconds = math.inf
@@ -69,13 +69,13 @@ def wait_for_compilation() -> None:
 
 
 class ModelOwner(Protocol):
-    """An owner of compiled models that can free them."""
+    """An owner of compiled models, able to free them."""
 
     def free(self) -> None: ...
 
 
 def free_models_at_exit(owner: ModelOwner) -> None:
-    """Free compiled models before this process ends, when no kernel is compiled any more.
+    """Free compiled models before this process ends, once no kernels are being compiled.
 
     OpenVINO's GPU plugin would crash otherwise (2026.4.1): its tables are gone before its threads and models are.
     """

@@ -1,10 +1,10 @@
-"""The graph of a head, and the parts that it and its target exchange.
+"""The graph of a head, and the parts exchanged between it and its target.
 
-A head is one layer on its target's own hidden states: an EAGLE-3 head (Li et al., arXiv 2503.01840), or the layer for
-multi-token prediction (MTP) that a model brings along (DeepSeek-V3, arXiv 2412.19437). Its IR has two parts. One makes
-features of the target's hidden states; it is moved into the target, which then computes them for each token that it
-reads. EAGLE-3 fuses the inputs of several layers, and MTP takes the lm_head's input as it is. The other part proposes
-tokens from features; where it has no embedding or no lm_head of its own, it gets the target's.
+A head is one layer on its target's own hidden states: an EAGLE-3 head (Li et al., arXiv 2503.01840), or the multi-token
+prediction (MTP) layer shipped with a model (DeepSeek-V3, arXiv 2412.19437). Its IR has two parts. The first turns the
+target's hidden states into features; it is moved into the target, which then computes features for each token it reads.
+EAGLE-3 fuses the inputs of several layers, and MTP takes the lm_head's input unchanged. The second part proposes tokens
+from features; without an embedding or an lm_head of its own, it uses the target's.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from ovspec.ir.config import read_model_config
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 from ovspec.ir.lm_head import find_lm_head_input, find_logits_operations, keep_logits
 
-FEATURES_OUTPUT = "features"  # output added to a target, which the head reads with each token
-FUSION_INPUT = "target_hidden_states"  # input of the part that is moved into the target, whose output is FUSED
+FEATURES_OUTPUT = "features"  # output added to a target: the head's input for each token
+FUSION_INPUT = "target_hidden_states"  # input of the part moved into the target; its output is FUSED
 FUSION_OUTPUT = "fused"
-HIDDEN_OUTPUT = "hidden"  # output of the head, which it reads with a token that has no features of the target yet
-NEXT_LAYER_FOLDER = "next"  # in an MTP layer's folder: the layer that proposes the token after its own
-IDENTITY_SIZE = 32  # rows of a product that changes nothing
-# In the IR's rt_info: the layers of the target whose inputs are fused; none where the lm_head's input is taken.
+HIDDEN_OUTPUT = "hidden"  # output of the head: its input for tokens without features of the target
+NEXT_LAYER_FOLDER = "next"  # in an MTP layer's folder: the layer for the token after its own
+IDENTITY_SIZE = 32  # rows of an identity product
+# In the IR's rt_info: the target layers whose inputs are fused; none for a head on the lm_head's input.
 TARGET_LAYERS_INFO = ["ovspec", "target_layers"]
 
 
 def is_head_folder(folder: Path) -> bool:
-    """Return whether the IR in ``folder`` is a head that ``ovspec export`` made."""
+    """Return whether the IR in ``folder`` is a head exported by ``ovspec export``."""
     file = folder / MODEL_FILE
     return file.is_file() and f'"{FUSION_INPUT}"'.encode() in file.read_bytes()
 
 
 def list_head_layers(folder: Path) -> list[Path]:
-    """Return the folder of each layer of the head in ``folder``, itself first."""
+    """Return the folder of each layer of the head in ``folder``, its own first."""
     next_folder = folder / NEXT_LAYER_FOLDER
     return [folder, *(list_head_layers(next_folder) if next_folder.is_dir() else [])]
 
 
 def is_mtp_folder(folder: Path) -> bool:
-    """Return whether the IR in ``folder`` is an MTP layer that ``ovspec export`` made: it has no lm_head of its own."""
+    """Return whether the IR in ``folder`` is an MTP layer exported by ``ovspec export``: it has no lm_head."""
     return is_head_folder(folder) and b'"logits"' not in (folder / MODEL_FILE).read_bytes()
 
 
@@ -64,7 +64,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
 
     Args:
         model: the target, as exported.
-        target, head: the folders of the two.
+        target, head: their folders.
 
     Raises:
         OvspecError: the head was made for another model.
@@ -75,8 +75,8 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     target_width = states.get_partial_shape()[-1]
     head_width = fusion_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:
-        problem = f"reads {head_width} hidden states a token, but its target has {target_width}"
-        raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
+        problem = f"reads {head_width} hidden values per token, but the target has {target_width}"
+        raise OvspecError(f"{head}: the head {problem}; use it with its own target.")
     fusion_result = head_model.output(FUSION_OUTPUT).get_node()
     fusion_parameter.output(0).replace(states)
     features = fusion_result.input_value(0)
@@ -87,10 +87,10 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
 
 
 def find_target_states(model: ov.Model, layers: list[int], target: Path, head: Path) -> ov.Output:
-    """Return the hidden states that a head's features are made of, for each token that the target reads.
+    """Return the hidden states that a head's features are computed from, for each token of the target.
 
     Args:
-        layers: those of the target whose inputs are joined; none for the lm_head's input.
+        layers: the target layers whose inputs are joined; none for the lm_head's input.
 
     Raises:
         OvspecError: the head was made for another model.
@@ -102,16 +102,16 @@ def find_target_states(model: ov.Model, layers: list[int], target: Path, head: P
         return final_states
     layer_inputs = find_target_layer_inputs(model, target, head)
     if max(layers) >= len(layer_inputs):
-        problem = f"reads layer {max(layers)}, but its target has {len(layer_inputs)} layers"
-        raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
+        problem = f"reads layer {max(layers)}, but the target has {len(layer_inputs)} layers"
+        raise OvspecError(f"{head}: the head {problem}; use it with its own target.")
     return ops.concat([layer_inputs[layer] for layer in layers], -1).output(0)
 
 
 def shield_from_output(states: ov.Output) -> ov.Output:
     """Return hidden states [..., width] as they are, through a product with ones on the diagonal.
 
-    Where a CPU computes in bf16, it computes an output in f32, and so all before it up to a product. The product keeps
-    that from what the lm_head reads, too, which would change its bits.
+    In bf16, a CPU computes an output in f32, and with it all operations back to the last product. The identity product
+    keeps this from the lm_head's input, where f32 would change the bits.
     """
     width = states.get_partial_shape()[-1].get_length()
     block_size = math.gcd(width, IDENTITY_SIZE)
@@ -122,12 +122,12 @@ def shield_from_output(states: ov.Output) -> ov.Output:
 
 
 def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path) -> list[ov.Output]:
-    """Return the input of each layer of a target, in order; a head reads some of these hidden states.
+    """Return the input of each layer of a target, in order; a head uses some of these hidden states.
 
     Args:
         model: the target, as exported.
         target: its folder.
-        error_subject: the folder that an error names first.
+        error_subject: the folder to name first in errors.
 
     Raises:
         OvspecError: a head can't be used with this target, because some layers have no states of their own.
@@ -144,23 +144,23 @@ def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path)
 def check_layers_have_states(layers_with_states: int, layer_count: int, error_subject: str) -> None:
     """Raise OvspecError if fewer than all ``layer_count`` layers of a target have keys and values, or recurrent states.
 
-    Gemma 3n's last layers read those of others.
+    Gemma 3n's last layers share the states of others.
     """
     if layers_with_states != layer_count:
-        problem = f"only {layers_with_states} of its {layer_count} layers have keys and values of their own"
+        problem = f"only {layers_with_states} of its {layer_count} layers have their own keys and values"
         raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}.")
 
 
 def read_target_layers(head: ov.Model) -> list[int]:
-    """Return the layers of the target whose inputs a head reads."""
+    """Return the target layers whose inputs a head reads."""
     return [int(layer) for layer in re.findall(r"\d+", head.get_rt_info(TARGET_LAYERS_INFO).astype(str))]
 
 
 def read_head_graph(folder: Path, target: Path) -> ModelGraph:
-    """Return the part of the head in ``folder`` that proposes, with what it lacks of ``target``.
+    """Return the proposing part of the head in ``folder``, completed with parts of ``target``.
 
-    It has the input ``logits_idx`` like other models, which also picks rows of ``HIDDEN_OUTPUT``. A layer that others
-    follow gives them its whole output as features.
+    Like other models it has the input ``logits_idx``, here also for rows of ``HIDDEN_OUTPUT``. An MTP layer followed by
+    others passes its whole output to them as features.
 
     Raises:
         OvspecError: the IR can't be read, or the head was made for another model.
@@ -188,7 +188,7 @@ def read_head_graph(folder: Path, target: Path) -> ModelGraph:
 
 
 def is_mtp_layer(model: ov.Model) -> bool:
-    """Return whether a head is a layer for multi-token prediction, which has no lm_head of its own."""
+    """Return whether a head is a multi-token prediction layer, without an lm_head of its own."""
     return not any("logits" in port.names for port in model.outputs)
 
 
@@ -197,7 +197,7 @@ def use_target_lm_head(hidden: ov.Output, target_ids: np.ndarray | None, folder:
 
     Args:
         hidden: [1, n, width].
-        target_ids: the ids that have a logit, (n,) int64; None for all.
+        target_ids: the ids with a logit, (n,) int64; None for all.
         folder: the head's, for errors.
 
     Raises:
@@ -208,12 +208,12 @@ def use_target_lm_head(hidden: ov.Output, target_ids: np.ndarray | None, folder:
         if target_ids is not None:
             keep_logits(logits_operations, target_ids)
     except ValueError as error:
-        raise OvspecError(f"{folder}: a head can't be used with this target, because {error}.") from None
+        raise OvspecError(f"{folder}: a head can't be used with this target: {error}.") from None
     target_width = logits_operations[0].get_input_partial_shape(0)[-1]
     head_width = hidden.get_partial_shape()[-1]
     if target_width != head_width:
-        problem = f"gives its target's lm_head {head_width} values, but it reads {target_width}"
-        raise OvspecError(f"{folder}: the head {problem}; use it with the model that it was made for.")
+        problem = f"outputs {head_width} values per token, but the target's lm_head takes {target_width}"
+        raise OvspecError(f"{folder}: the head {problem}; use it with its own target.")
     logits_operations[0].input(0).replace_source_output(hidden)
     for operation in logits_operations:
         operation.validate_and_infer_types()
@@ -227,8 +227,8 @@ def use_target_embedding(model: ov.Model, folder: Path, target: Path) -> None:
     target_width = embedding_table.get_partial_shape()[-1]
     head_width = embeddings_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:
-        problem = f"embeds tokens in {head_width} values, but its target in {target_width}"
-        raise OvspecError(f"{folder}: the head {problem}; use it with the model that it was trained for.")
+        problem = f"needs embeddings of {head_width} values, but the target's have {target_width}"
+        raise OvspecError(f"{folder}: the head {problem}; use it with its own target.")
     input_ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
     input_ids.output(0).get_tensor().set_names({"input_ids"})
     embeddings: ov.Node = ops.gather(embedding_table, input_ids, ops.constant(0, dtype=ov.Type.i64))

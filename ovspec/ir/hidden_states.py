@@ -1,8 +1,8 @@
-"""Find the hidden states that each layer of a language model reads, whatever its family and the names in its graph.
+"""Find each layer's input in a language model, for any family and any names in its graph.
 
 Layers are joined by residual connections, so all paths from the embedding to the logits pass through a layer's input
 and its output, but go around the operations inside. In terms of graphs, these values dominate the logits.
-A layer is known by its states: the keys and values that it appends to the cache, or recurrent states.
+A layer is recognised by its states: its keys and values in the cache, or recurrent states.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import openvino as ov
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import StateVariable
 
-SHAPE_OPERATIONS = {"ShapeOf"}  # their results depend on a value's shape, not on the value
+SHAPE_OPERATIONS = {"ShapeOf"}  # their results depend only on a value's shape
 
 
 def find_embedding(model: ov.Model) -> ov.Node:
@@ -31,7 +31,7 @@ def find_embedding(model: ov.Model) -> ov.Node:
 
 
 def find_layer_inputs(model: ov.Model, states: list[StateVariable]) -> list[ov.Output]:
-    """Return the hidden states that each layer reads, in order; fewer than there are layers if some have no states.
+    """Return the input of each layer, in order; fewer than the layers if some have no states.
 
     Args:
         model: as exported, with its keys, values and recurrent states as variables.
@@ -58,7 +58,7 @@ def find_layer_inputs(model: ov.Model, states: list[StateVariable]) -> list[ov.O
 
 
 def find_dominators(ordered_nodes: list[ov.Node], node_indices: dict[str, int], start_node: ov.Node) -> dict[int, int]:
-    """Return the immediate dominator of each node that ``start_node`` reaches, by index in ``ordered_nodes``."""
+    """Return the immediate dominator of each node reachable from ``start_node``, by index in ``ordered_nodes``."""
     start_index = node_indices[start_node.get_name()]
     dominators = {start_index: start_index}
     for index in range(start_index + 1, len(ordered_nodes)):
@@ -71,14 +71,14 @@ def find_dominators(ordered_nodes: list[ov.Node], node_indices: dict[str, int], 
 
 
 def find_common_dominator(dominators: dict[int, int], a: int, b: int) -> int:
-    """Return the last node that dominates both."""
+    """Return the last common dominator of two nodes."""
     while a != b:
         a, b = dominators[max(a, b)], min(a, b)
     return a
 
 
 def list_dominators(dominators: dict[int, int], index: int) -> list[int]:
-    """Return the node at ``index`` and all that dominate it, the nearest first; nothing if no value reaches it."""
+    """Return the node at ``index`` and all its dominators, the nearest first; nothing if the node is unreachable."""
     if index not in dominators:
         return []
     nodes = [index]

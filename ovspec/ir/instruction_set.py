@@ -1,7 +1,7 @@
-"""The instruction set that OpenVINO uses on the CPU: the processor's, up to the caps in the environment.
+"""The instruction set used by OpenVINO on the CPU: the processor's, up to the caps in the environment.
 
-OpenVINO's matrix products come from oneDNN and obey one variable; its own kernels, attention among them, obey the
-other. To imitate another processor, set both to one name of ``INSTRUCTION_SETS`` before OpenVINO is first imported.
+OpenVINO's matrix products come from oneDNN and obey one variable; its own kernels, attention among them, obey another.
+To imitate another processor, set both to a name in ``INSTRUCTION_SETS`` before the first import of OpenVINO.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import platform
 
 from ovspec.base.errors import OvspecError
 
-ONEDNN_CAP_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first one that is set counts
+ONEDNN_CAP_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first one set counts
 OPENVINO_CAP_VARIABLE = "OV_CPU_MAX_ISA"
 AVX512_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 BF16_FEATURES = AVX512_FEATURES | {"avx512_vnni", "avx512_bf16"}
-# oneDNN's names for instruction sets, from the least to the best: what each needs of a processor, in Linux's names.
+# oneDNN's instruction sets, lowest first: each with the processor flags it needs, in Linux's names.
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "SSE41": frozenset({"sse4_1"}),
     "AVX": frozenset({"avx"}),
@@ -30,12 +30,12 @@ INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "AVX512_CORE_AMX": BF16_FEATURES | {"avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"},
     "AVX512_CORE_AMX_FP16": BF16_FEATURES | {"avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"},
 }
-LEAST_INSTRUCTION_SET = "AVX2"  # with less, OpenVINO 2026.4 compiles language models and then fails
+LEAST_INSTRUCTION_SET = "AVX2"  # with less, OpenVINO 2026.4 compiles language models but can't run them
 
 
 @functools.cache
 def list_instruction_sets() -> tuple[str, ...]:
-    """Return the names in ``INSTRUCTION_SETS`` that this processor has; empty if it isn't an x86 processor."""
+    """Return the names in ``INSTRUCTION_SETS`` supported by this processor; empty if it isn't an x86 processor."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ()
     from archspec.cpu.detect import detected_info  # deferred, because it takes 50 ms
@@ -45,7 +45,7 @@ def list_instruction_sets() -> tuple[str, ...]:
 
 
 def describe_instruction_set() -> str:
-    """Return the name of the instruction set in use, or both names if OpenVINO's own kernels use another one."""
+    """Return the name of the instruction set in use, or both names if OpenVINO's own kernels use a different set."""
     if not list_instruction_sets():
         return platform.machine()  # not x86
     onednn_cap = next(filter(None, map(os.environ.get, ONEDNN_CAP_VARIABLES)), "")
@@ -59,7 +59,7 @@ def describe_instruction_set() -> str:
 
 
 def find_best_instruction_set(cap: str) -> str:
-    """Return the best level of this processor that ``cap`` allows; OpenVINO ignores a cap that it doesn't know."""
+    """Return this processor's best level within ``cap``; OpenVINO ignores unknown caps."""
     set_names = list(INSTRUCTION_SETS)
     highest_index = set_names.index(cap.upper()) if cap.upper() in set_names else len(set_names)
     return max(
@@ -73,6 +73,6 @@ def check_instruction_set() -> None:
     for instruction_set in describe_instruction_set().split(" and "):
         if instruction_set in too_old_sets:
             raise OvspecError(
-                f"OpenVINO needs a processor with {LEAST_INSTRUCTION_SET} to run language models, and this one "
-                f"has {instruction_set} (or {ONEDNN_CAP_VARIABLES[0]} or {OPENVINO_CAP_VARIABLE} say so)."
+                f"This processor has {instruction_set}, but OpenVINO needs {LEAST_INSTRUCTION_SET} for language "
+                f"models; unset {ONEDNN_CAP_VARIABLES[0]} and {OPENVINO_CAP_VARIABLE}, or use another processor."
             )

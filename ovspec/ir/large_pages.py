@@ -17,25 +17,24 @@ PAGE_BYTES = 1 << 21
 MADV_COLLAPSE = 25
 ENOMEM = 12
 EAGAIN = 11
-INFERENCE_SECONDS_BEFORE_MOVE = 5.0  # of inference before copying starts: a process with less to do gains nothing
-# Copying slows inferences down, so it waits until there have been none for LEAST_IDLE_SECONDS, and copies for
-# MOVE_STEP_SECONDS before it looks again.
+INFERENCE_SECONDS_BEFORE_MOVE = 5.0  # inference time before copying starts: a process with less work gains nothing
+# Copying slows inferences down, so it waits for an idle time of LEAST_IDLE_SECONDS, and copies for MOVE_STEP_SECONDS
+# before it checks again.
 LEAST_IDLE_SECONDS = 0.5
 MOVE_STEP_SECONDS = 0.02
-MAX_REFUSALS_IN_A_ROW = 16  # in a row, after which the system is taken to have no large pages left
+MAX_REFUSALS_IN_A_ROW = 16  # consecutive refusals; the system is then assumed to have no large pages left
 
 
 class LargePageMover:
-    """Moves a model's weights into large pages while nothing is computed. Create it just before the model is compiled.
+    """Moves a model's weights into large pages during idle times. Create it just before the model is compiled.
 
-    The weights are taken to be the memory allocated from then until inferences have taken
-    ``INFERENCE_SECONDS_BEFORE_MOVE``.
+    All memory allocated until inferences have taken ``INFERENCE_SECONDS_BEFORE_MOVE`` is assumed to be weights.
     """
 
     def __init__(self) -> None:
         self._older_pages = set(list_page_candidates(read_memory_ranges()))
-        self.busy_requests: set[int] = set()  # requests that are computing, by their ids
-        self.inference_seconds = 0.0  # of inference, until the mover starts
+        self.busy_requests: set[int] = set()  # ids of running requests
+        self.inference_seconds = 0.0  # total until the mover starts
         self.last_inference_end = time.monotonic()  # the end of the latest inference
         self.is_done = not sys.platform.startswith("linux")
         self._refusals = 0  # in a row
@@ -66,7 +65,7 @@ class LargePageMover:
                     self._refusals = 0
 
     def move_in_steps(self) -> Iterator[None]:
-        """Move all weights, a part at each step, for a server that is never idle long enough."""
+        """Move all weights, a part at each step, for a server without long idle times."""
         while not self.is_done:
             self.move_weights_for(MOVE_STEP_SECONDS)
             yield
@@ -80,7 +79,7 @@ class LargePageMover:
 
 
 def read_memory_ranges() -> list[tuple[int, int]]:
-    """Return the (start, end) of private memory that belongs to no file; [] if the system doesn't show it."""
+    """Return the (start, end) of private memory not mapped from a file; [] if the system doesn't show it."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux, or not allowed
@@ -95,7 +94,7 @@ def read_memory_ranges() -> list[tuple[int, int]]:
 
 
 def list_page_candidates(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """Yield the addresses of the large pages that lie within ``ranges``."""
+    """Yield the addresses of the large pages inside ``ranges``."""
     for start, end in ranges:
         yield from range(-(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
 

@@ -1,4 +1,4 @@
-"""The end of a language model's graph: the lm_head, and how to keep its logits of only some tokens."""
+"""The end of a language model's graph: the lm_head, and how to reduce it to the logits of some tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from openvino import opset13 as ops
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
-# Operations that make weights of constants.
+# Operations that make weights from constants.
 WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Add", "Divide"}
 
 
 def find_lm_head(model: ov.Model) -> ov.Node | None:
-    """Return the MatMul that makes logits of hidden states, or None if it isn't found."""
+    """Return the MatMul that computes the logits, or None if it isn't found."""
     node = model.output("logits").get_node().input_value(0).get_node()
     while node.get_type_name() in ELEMENTWISE_OPERATIONS:
         sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
@@ -27,19 +27,19 @@ def find_lm_head(model: ov.Model) -> ov.Node | None:
 
 
 def find_lm_head_input(model: ov.Model) -> ov.Output | None:
-    """Return the hidden states of all tokens that the lm_head reads, or None if they aren't found."""
+    """Return the lm_head's input, the hidden states of all tokens, or None if they aren't found."""
     lm_head = find_lm_head(model)
     if lm_head is None:
         return None
     hidden = lm_head.input_value(0)
     if not any("logits_idx" in port.names for port in model.inputs):
         return hidden
-    # The rows that ``logits_idx`` picks: Reshape, Gather, Unsqueeze.
+    # The rows picked by ``logits_idx``: Reshape, Gather, Unsqueeze.
     return hidden.get_node().input_value(0).get_node().input_value(0).get_node().input_value(0)
 
 
 def find_logits_operations(model: ov.Model) -> list[ov.Node]:
-    """Return the operations that make logits of hidden states, the lm_head's MatMul first; ValueError if unknown."""
+    """Return the operations that compute the logits, the lm_head's MatMul first; ValueError if unknown."""
     node = find_lm_head(model)
     logits_operations: list[ov.Node] = []
     while node and node.get_type_name() != "Result":
@@ -52,9 +52,9 @@ def find_logits_operations(model: ov.Model) -> list[ov.Node]:
 
 
 def keep_logits(logits_operations: list[ov.Node], ids: np.ndarray) -> None:
-    """Let the operations of ``find_logits_operations`` make logits of only ``ids`` (n,); ValueError if that can't be.
+    """Reduce the operations of ``find_logits_operations`` to the logits of ``ids`` (n,); ValueError if impossible.
 
-    Their weights are cut in place, so nothing else may use these, such as a tied embedding.
+    Cuts weights in place, so no other operation may use them, as with a tied embedding.
     """
     previous_node = logits_operations[0].input_value(0).get_node()
     row_axis = -2 if logits_operations[0].get_attributes()["transpose_b"] else -1
@@ -69,7 +69,7 @@ def keep_logits(logits_operations: list[ov.Node], ids: np.ndarray) -> None:
 def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
     """Keep only the entries ``ids`` along ``axis``, counted from the end, of the tensor at an operation's input.
 
-    Raises ValueError if an unknown operation makes that tensor.
+    Raises ValueError if the tensor comes from an unknown operation.
     """
     source_output = port.get_source_output()
     node = source_output.get_node()
@@ -93,11 +93,11 @@ def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
             for operand in node.inputs():
                 select_port_entries(operand, axis, ids)
         case operation:
-            raise ValueError(f"its lm_head is made by {operation}")
+            raise ValueError(f"its lm_head is computed by the operation {operation}")
 
 
 def select_constant_entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
-    """Return a constant with the entries ``ids`` along ``axis``, which counts from the end."""
+    """Return a constant with only the entries ``ids`` along ``axis``, counted from the end."""
     shape = list(constant.get_output_shape(0))
     element_type = constant.get_element_type()
     stored_values = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Joins products of the same values into one, and cuts products that sum over many values into several."""
+"""Joins products of the same input into one, and cuts products with long sums into several."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from openvino import opset13 as ops
 
 from ovspec.ir.instruction_set import describe_instruction_set
 
-WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Reshape"}  # between a constant of integers and a product
-# On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
-# tokens.
+WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Reshape"}  # between an integer constant and a product
+# On these instruction sets, products with integer weights over 7,168 values or more use a different kernel for up to
+# four tokens.
 SPLITTING_INSTRUCTION_SETS = ("AVX2",)
 MAX_SUMMED_VALUES = 6144
 INTEGER_TYPES = {"i8", "u8", "i4", "u4"}
@@ -23,10 +23,10 @@ ELEMENTWISE_FUNCTIONS = {"Multiply": ops.multiply, "Subtract": ops.subtract}
 
 
 def join_products(model: ov.Model) -> int:
-    """Join products of the same values, such as a layer's q, k and v, whose weights are integers; return how many.
+    """Join products of the same input, such as a layer's q, k and v, with integer weights; return the number of joins.
 
-    Their weights are put one behind the other, so each value is computed as before; one large product takes less time
-    than several small ones.
+    The weights are concatenated, so each value is computed as before; one large product is faster than several small
+    ones.
     """
     groups: dict[tuple[str | int, ...], list[ov.Node]] = {}
     for op in model.get_ordered_ops():
@@ -47,7 +47,7 @@ def join_products(model: ov.Model) -> int:
 
 
 def describe_weights_recipe(weights: ov.Output, row_count: int) -> list[str]:
-    """Return the operations and types behind ``weights``; unique if a constant among them hasn't ``row_count`` rows."""
+    """Return the operations and types that make ``weights``; unique if a constant doesn't have ``row_count`` rows."""
     node = weights.get_node()
     shape = list(weights.get_shape())
     recipe = [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:])]
@@ -83,14 +83,14 @@ def stack_weights(weights: list[ov.Output]) -> ov.Node:
 
 
 def needs_split_products() -> bool:
-    """Return whether wide products take another kernel here for few tokens than for many."""
+    """Return whether wide products use different kernels here for few tokens and for many."""
     return describe_instruction_set() in SPLITTING_INSTRUCTION_SETS
 
 
 def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VALUES) -> int:
-    """Cut products with integer weights over more than ``max_summed_values`` values into parts to add; return how many.
+    """Cut integer products with sums over more than ``max_summed_values`` values into parts; return their number.
 
-    OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
+    In such products OpenVINO uses one kernel for few tokens and another for many, with different bits.
     """
     products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain_product(op))
     wide_products = [
@@ -116,7 +116,7 @@ def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VAL
 
 
 def count_product_parts(product: ov.Node, max_summed_values: int) -> int:
-    """Return the least number of equal parts, none of which is too wide, divides a group or splits a byte."""
+    """Return the least number of equal parts that are narrow enough and divide neither a group nor a byte."""
     integer_constant = find_integer_constant(product.input_value(1))
     assert integer_constant
     group_count = integer_constant.get_output_shape(0)[1]
@@ -125,7 +125,7 @@ def count_product_parts(product: ov.Node, max_summed_values: int) -> int:
 
 
 def is_plain_product(product: ov.Node) -> bool:
-    """Return whether values are multiplied by rows of weights."""
+    """Return whether an operation multiplies values by rows of weights."""
     attributes = product.get_attributes()
     shape = product.input_value(1).get_partial_shape()
     return not attributes["transpose_a"] and attributes["transpose_b"] and not shape.is_dynamic and len(shape) == 2
@@ -136,7 +136,7 @@ def count_summed_values(product: ov.Node) -> int:
 
 
 def find_integer_constant(weights: ov.Output) -> ov.Node | None:
-    """Return the constant of integers that ``weights`` are computed from; None if they are computed otherwise."""
+    """Return the integer constant that ``weights`` are computed from; None if they are computed otherwise."""
     node = weights.get_node()
     while node.get_type_name() in WEIGHT_OPERATIONS:
         node = node.input_value(0).get_node()
@@ -164,7 +164,7 @@ def slice_weight_columns(weights: ov.Output, part_index: int, part_count: int) -
 
 
 def slice_constant(constant: ov.Node, part_index: int, part_count: int) -> ov.Node:
-    """Return the part of a constant [rows, columns or groups, ...] along its second axis, if that is longer than 1."""
+    """Return the part of a constant [rows, columns or groups, ...] along its second axis, if longer than 1."""
     shape = constant.get_output_shape(0)
     if len(shape) < 2 or shape[1] == 1:
         return constant

@@ -1,4 +1,4 @@
-"""Estimate how much memory a text will take, before it is accepted, and give memory back."""
+"""Estimate the memory for a text before accepting it, and return free memory to the system."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ovspec.ir.device import uses_main_memory
 from ovspec.ir.heads import FEATURES_OUTPUT
 
 BYTES_PER_VALUE = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales
-LEAST_CHECKED_BYTES = 100e6  # bytes; finding out how much is free takes a system call
-LEAST_TRIMMED_BYTES = 8_000_000  # bytes; giving free memory back takes milliseconds
+LEAST_CHECKED_BYTES = 100e6  # bytes; reading the free memory takes a system call
+LEAST_TRIMMED_BYTES = 8_000_000  # bytes; trimming the heap takes milliseconds
 
 
 def kv_bytes_per_token(ir: CompiledIR) -> float:
-    """Return the bytes by which a row's KV cache grows with each token."""
+    """Return the growth of a row's KV cache in bytes per token."""
     value_bytes = BYTES_PER_VALUE.get(ir.kv_precision or "", 2.0)
     feature_bytes = BYTES_PER_VALUE["f32"] * ir.output_width(FEATURES_OUTPUT)
     return sum(state.width for state in ir.kv_states) * value_bytes + feature_bytes
 
 
 def recurrent_row_bytes(ir: CompiledIR) -> float:
-    """Return the bytes of a row's recurrent states, which don't grow, and of a snapshot of them."""
+    """Return the bytes of a row's recurrent states, constant in length, and of a snapshot of them."""
     return 2 * 4.0 * sum(state.width for state in ir.recurrent_states)
 
 
@@ -40,7 +40,7 @@ def weights_fit_into_memory(folder: Path, size_factor: float) -> bool:
 def count_free_tokens(irs: list[CompiledIR], row_count: int, idle_bytes: float = 0) -> float:
     """Return how many tokens, summed over ``row_count`` rows, fit into free memory; see ``count_tokens_in_bytes``.
 
-    ``idle_bytes``: bytes that are in use, but may be taken.
+    ``idle_bytes``: bytes in use that may be reclaimed.
     """
     return count_tokens_in_bytes(irs, row_count, psutil.virtual_memory().available + idle_bytes)
 
@@ -59,7 +59,7 @@ def check_memory_for_tokens(irs: list[CompiledIR], token_count: int, idle_bytes:
 
     Counts only models in main memory.
 
-    ``idle_bytes``: bytes that are in use, but may be taken.
+    ``idle_bytes``: bytes in use that may be reclaimed.
     """
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
     needed_bytes = sum(token_count * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)
@@ -67,13 +67,13 @@ def check_memory_for_tokens(irs: list[CompiledIR], token_count: int, idle_bytes:
         return
     free_bytes = psutil.virtual_memory().available + idle_bytes
     if needed_bytes > free_bytes:
-        sizes = f"takes about {needed_bytes / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB of memory are free"
+        sizes = f"takes about {needed_bytes / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB of memory is free"
         advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
         raise OvspecError(f"The KV cache of {token_count} tokens {sizes}; {advice}.")
 
 
 def trim_heap() -> None:
-    """Let the C library give free memory back to the system (glibc only)."""
+    """Make the C library return free memory to the system (glibc only)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)

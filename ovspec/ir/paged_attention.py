@@ -1,4 +1,4 @@
-"""OpenVINO's paged-attention rewrite of a stateful IR, after which the caller owns the blocks of the KV cache."""
+"""OpenVINO's paged-attention rewrite of a stateful IR; afterwards the caller owns the blocks of the KV cache."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ PAGED_INPUTS = (
     "block_indices", "block_indices_begins", "max_context_len", "logits_idx", "hidden_states",
 )  # fmt: skip
 QUERY_INPUTS = ("query_tokens", "token_queries")  # added by ``allow_several_queries_per_token``
-CACHE_INPUT = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
-SLIDING_WINDOW_INPUT = 10  # index of this input of the attention operation
+CACHE_INPUT = re.compile(r"(key|value)_cache\.\d+")  # names of the block inputs
+SLIDING_WINDOW_INPUT = 10  # index of this input in the attention operation
 
 
 class NotPaged(OvspecError):
-    """The paged decoder can't run this model, on this device or with this OpenVINO; the message says why."""
+    """The paged decoder can't run this model, on this device or with this version of OpenVINO; the message says why."""
 
 
 def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> None:
-    """Rewrite a stateful model in place; raise NotPaged if that fails or the result has inputs or states left over.
+    """Rewrite a stateful model in place; raise NotPaged if it fails or leaves inputs or states over.
 
-    ``other_inputs``: names of further inputs, which a rewrite before this one has added.
+    ``other_inputs``: names of further inputs, added by an earlier rewrite.
     """
     try:
-        # Private to OpenVINO: this is the only place that imports it.
+        # Private to OpenVINO; imported only here.
         from openvino._offline_transformations import paged_attention_transformation
     except ImportError:
         raise NotPaged("this OpenVINO has no paged-attention transformation") from None
@@ -47,20 +47,20 @@ def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> Non
     for port in model.inputs:
         known_port_names = {name for name in port.names if name in known_names or CACHE_INPUT.fullmatch(name)}
         if known_port_names:
-            port.get_tensor().set_names(known_port_names)  # it may have names of operations besides
+            port.get_tensor().set_names(known_port_names)  # it may also have names of operations
         else:
             unknown_inputs.append(port.get_any_name())
         input_names |= known_port_names
     if unknown_inputs or not {"past_lens", "block_indices", "key_cache.0", "value_cache.0"} <= input_names:
         problem = ", ".join(sorted(unknown_inputs)) or "some are missing"
-        raise NotPaged(f"OpenVINO's transformation gives wrong inputs ({problem})")
+        raise NotPaged(f"OpenVINO's transformation produces wrong inputs ({problem})")
 
 
 def allow_several_queries_per_token(model: ov.Model) -> None:
-    """Let attention take several queries for a token that everything else computes once; rewrites in place.
+    """Let attention take several queries for a token; everything else computes the token once. Rewrites in place.
 
-    Adds the inputs ``query_tokens`` [queries] i32, the index of each query's token, and ``token_queries`` [tokens] i32,
-    the index of the query whose result each token gets.
+    Adds the inputs ``query_tokens`` [queries] i32, the token index of each query, and ``token_queries`` [tokens] i32,
+    the query index for each token's result.
     """
     index_parameters = [ops.parameter([-1], ov.Type.i32, name=name) for name in QUERY_INPUTS]
     query_tokens, token_queries = index_parameters
@@ -85,7 +85,7 @@ def find_attention_operations(model: ov.Model) -> list[ov.Node]:
 
 
 def read_attention_windows(model: ov.Model) -> set[int | None]:
-    """Return the sliding windows of a rewritten model's layers, in slots; None for a layer that sees everything.
+    """Return the sliding windows of a rewritten model's layers, in slots; None for full attention.
 
     Raises NotPaged if they are not constants.
     """

@@ -1,9 +1,9 @@
-"""Rewrites a model so that its caller owns its recurrent states: those of convolutions, delta nets and SSMs.
+"""Gives the caller of a model its recurrent states: of convolutions, delta nets and SSMs.
 
-They become inputs and outputs, so a caller that keeps the states from before an inference can return to them. To go
-back to a token within it, only the small model that ``expose_recurrent_states`` cuts out runs: it computes the states
-after the first of the inference's tokens from their ``updates``, that is from the values by which tokens change the
-states. Its operations are the model's own, so that its bits are, too.
+The states become inputs and outputs, so a caller can return to the states from before an inference by keeping them.
+Returning to a token within the inference takes only the small model cut out by ``expose_recurrent_states``: it computes
+the states after the inference's first tokens from the tokens' ``updates``, the values by which tokens change the
+states. Its operations are the model's own, and so are its bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ovspec.ir.paged_attention import NotPaged, find_attention_operations, rewri
 
 STATE_INPUT = "recurrent_state.{}"
 STATE_OUTPUT = "next_recurrent_state.{}"
-UPDATE = "recurrent_update.{}"  # an output of the model, and an input of the one that advances states
-UPDATE_COUNT_INPUT = "recurrent_update_count"  # of the inference's tokens, from the first on
+UPDATE = "recurrent_update.{}"  # an output of the model, and an input of the advance model
+UPDATE_COUNT_INPUT = "recurrent_update_count"  # the number of the inference's first tokens to apply
 SOURCE_OPERATIONS = {
     "Concat", "Convolution", "GroupConvolution", "MatMul", "Parameter", "Slice", "StridedSlice", "VariadicSplit",
 }  # fmt: skip
@@ -30,9 +30,9 @@ LOOPS = {"Loop", "TensorIterator"}
 
 
 def rewrite_states_to_paged(model: ov.Model, on_gpu: bool) -> AdvanceGraph | None:
-    """Rewrite a stateful model in place for the paged decoder, whether it has recurrent states or not.
+    """Rewrite a stateful model in place for the paged decoder, with or without recurrent states.
 
-    With recurrent states it computes one row an inference, and the model that advances them is returned.
+    With recurrent states it computes one row per inference, and the advance model is returned.
     Raises NotPaged if the rewrite is impossible.
     """
     recurrent_states = [state for state in find_state_variables(model) if state.sequence_axis is None]
@@ -40,11 +40,11 @@ def rewrite_states_to_paged(model: ov.Model, on_gpu: bool) -> AdvanceGraph | Non
         rewrite_to_paged(model)
         return None
     if on_gpu:
-        raise NotPaged("it has states other than keys and values, which are paged on a CPU only")
+        raise NotPaged("it has states other than keys and values, but only a CPU can page them")
     try:
         return rewrite_recurrent_to_paged(model, recurrent_states)
     except (RuntimeError, LookupError) as error:
-        raise NotPaged(f"its recurrent states aren't understood ({last_error_line(error)})") from None
+        raise NotPaged(f"its recurrent states aren't supported ({last_error_line(error)})") from None
 
 
 def rewrite_recurrent_to_paged(model: ov.Model, recurrent_states: list[StateVariable]) -> AdvanceGraph:
@@ -66,7 +66,7 @@ def rewrite_recurrent_to_paged(model: ov.Model, recurrent_states: list[StateVari
 def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> AdvanceGraph:
     """Turn the ``states`` of ``model`` into inputs and outputs, and add the updates as outputs; rewrites in place.
 
-    Returns the model that advances the states. Raises NotPaged if the values that change a state aren't found.
+    Returns the advance model for the states. Raises NotPaged if a state's updates aren't found.
     """
     reads = {op.get_variable_id(): op for op in model.get_ops() if op.get_type_name() == "ReadValue"}
     assigns = {op.get_variable_id(): op for op in model.get_ops() if op.get_type_name() == "Assign"}
@@ -79,7 +79,7 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
         parameter.output(0).get_tensor().set_names({STATE_INPUT.format(index)})
         for reader in read.output(0).get_target_inputs():
             gather = reader.get_node()
-            if gather.get_type_name() == "Gather" and reader.get_index() == 0:  # of the rows that ``beam_idx`` names
+            if gather.get_type_name() == "Gather" and reader.get_index() == 0:  # of the rows in ``beam_idx``
                 replace_value(gather.output(0), parameter)
             else:
                 reader.replace_source_output(parameter.output(0))
@@ -113,7 +113,7 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
 class OperationIndex:
     """The names of a model's operations, in an order in which each comes after its operands.
 
-    constants: of operations on constants alone. of_shapes: of those on constants and on the shapes of other values.
+    constants: operations on constants alone. of_shapes: operations on constants and on other values' shapes.
     """
 
     def __init__(self, model: ov.Model) -> None:
@@ -129,13 +129,13 @@ class OperationIndex:
                     names.add(name)
 
     def list_token_operands(self, node: ov.Node) -> list[ov.Output]:
-        """Return the operands of ``node`` that aren't computed from constants and shapes alone."""
+        """Return the operands of ``node`` that depend on more than constants and shapes."""
         operands = [node.input_value(i) for i in range(node.get_input_size())]
         return [operand for operand in operands if operand.get_node().get_friendly_name() not in self.of_shapes]
 
 
 def replace_value(value: ov.Output, parameter: ov.Node) -> None:
-    """Let the readers of ``value`` read ``parameter``, without giving it the names of ``value``."""
+    """Make the readers of ``value`` read ``parameter``, without giving it the names of ``value``."""
     for reader in value.get_target_inputs():
         reader.replace_source_output(parameter.output(0))
 
@@ -145,7 +145,7 @@ def identify_value(value: ov.Output) -> tuple[str, int]:
 
 
 def find_updates(state: ov.Node, next_state: ov.Output, operations: OperationIndex) -> Iterator[ov.Output]:
-    """Yield the values of tokens from which ``next_state`` is computed, besides the input ``state``."""
+    """Yield the token values, besides the input ``state``, from which ``next_state`` is computed."""
     dependents = list_dependents(state, next_state.get_node(), operations)
     pending = [next_state]
     seen: set[str] = set()
@@ -169,7 +169,7 @@ def find_updates(state: ov.Node, next_state: ov.Output, operations: OperationInd
 
 
 def list_dependents(node: ov.Node, last: ov.Node, operations: OperationIndex) -> set[str]:
-    """Return the names of ``node`` and of the operations that depend on it, of those that may come before ``last``."""
+    """Return the names of ``node`` and of its dependents among the operations before ``last``."""
     end = operations.positions[last.get_friendly_name()]
     names = {node.get_friendly_name()}
     pending = [node]
@@ -185,9 +185,9 @@ def list_dependents(node: ov.Node, last: ov.Node, operations: OperationIndex) ->
 
 
 def list_sources(value: ov.Output, operations: OperationIndex) -> list[ov.Output]:
-    """Return the values of tokens from which alone ``value`` is computed, one after the other, beginning with itself.
+    """Return the chain of token values from which ``value`` is computed, beginning with ``value`` itself.
 
-    The list ends below a product with weights, an operation on several tokens, or one of several sources.
+    The list ends below a product with weights, an operation on several tokens, or an operation with several sources.
     """
     sources = [value]
     while (node := sources[-1].get_node()).get_type_name() not in SOURCE_OPERATIONS:
@@ -205,15 +205,15 @@ def list_sources(value: ov.Output, operations: OperationIndex) -> list[ov.Output
 
 
 def count_token_values(value: ov.Output) -> int:
-    """Return how many values a token has in ``value``."""
+    """Return the number of values per token in ``value``."""
     return math.prod(dimension.get_length() for dimension in value.get_partial_shape() if dimension.is_static)
 
 
 def find_token_axis(value: ov.Output) -> int:
-    """Return the axis of an update that has a value for each token: the only dynamic one after the row's."""
+    """Return the token axis of an update: the only dynamic axis after the row axis."""
     dynamic_axes = [axis for axis, dimension in enumerate(value.get_partial_shape()) if axis and dimension.is_dynamic]
     if len(dynamic_axes) != 1:
-        raise NotPaged("the values by which a token changes its recurrent states aren't found")
+        raise NotPaged("the inputs of its recurrent states can't be found in the graph")
     return dynamic_axes[0]
 
 
@@ -237,7 +237,7 @@ def cut_out_advance_model(model: ov.Model, updates: list[tuple[str, int]], state
 
 
 def hide_loops(model: ov.Model) -> list[tuple[ov.Output, ov.Node]]:
-    """Replace the outputs of loops by stand-ins, because OpenVINO's transformation would make slower ones of them.
+    """Replace loop outputs by stand-ins, because OpenVINO's transformation would make the loops slower.
 
     Returns each output with its stand-in.
     """
@@ -254,7 +254,7 @@ def hide_loops(model: ov.Model) -> list[tuple[ov.Output, ov.Node]]:
 
 
 def put_tokens_in_one_row(model: ov.Model) -> None:
-    """Let everything but attention compute [1, tokens, ...], where OpenVINO's transformation has [tokens, 1, ...]."""
+    """Make all operations but attention compute [1, tokens, ...]; OpenVINO's transformation leaves [tokens, 1, ...]."""
 
     def constant(*values: int) -> ov.Output:
         return ops.constant(np.array(values), dtype=ov.Type.i64).output(0)
@@ -263,11 +263,11 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
     for name in ("input_ids", "position_ids"):
         for reader in inputs[name].output(0).get_target_inputs():
             if reader.get_node().get_type_name() != "Unsqueeze":
-                raise NotPaged(f"the way from {name} isn't understood")
+                raise NotPaged(f"the graph from {name} to its attention isn't supported")
             reader.get_node().input(1).replace_source_output(ops.constant(0, dtype=ov.Type.i64).output(0))
     for op in list_token_transpositions(model, inputs["position_ids"]):
         op.output(0).replace(op.input_value(0))
-    # Elsewhere it is the length of the text, which is shorter than attention's if that gets a second query.
+    # Elsewhere it is the text's length, which is shorter than attention's if it gets a second query.
     length = inputs["max_context_len"].output(0)
     count = ops.convert(ops.shape_of(inputs["input_ids"]), length.get_element_type())
     tokens = ops.add(ops.convert(inputs["past_lens"], length.get_element_type()), count)
@@ -280,10 +280,10 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
         for index in reversed(range(3)):  # values, keys and queries
             reshape = layer.input_value(index).get_node()
             if reshape.get_type_name() != "Reshape":
-                raise NotPaged("the way into its attention isn't understood")
+                raise NotPaged("the graph before its attention isn't supported")
             dimensions = list(reshape.input_value(0).get_partial_shape())[-2:]
             if any(dimension.is_dynamic for dimension in dimensions):
-                raise NotPaged("the way into its attention isn't understood")
+                raise NotPaged("the graph before its attention isn't supported")
             head_count, head_width = [dimension.get_length() for dimension in dimensions]
             flat = ops.reshape(reshape.input_value(0), constant(-1, head_count * head_width), special_zero=False)
             layer.input(index).replace_source_output(flat.output(0))
@@ -291,14 +291,14 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
             reshape = reader.get_node()
             dimensions = list(reshape.get_output_partial_shape(0))
             if reshape.get_type_name() != "Reshape" or len(dimensions) != 4 or dimensions[-1].is_dynamic:
-                raise NotPaged("the way out of its attention isn't understood")
+                raise NotPaged("the graph after its attention isn't supported")
             shape = constant(1, -1, head_count, dimensions[-1].get_length())
             reshape.output(0).replace(ops.reshape(layer.output(0), shape, special_zero=False).output(0))
     model.validate_nodes_and_infer_types()
 
 
 def list_token_transpositions(model: ov.Model, positions: ov.Node) -> list[ov.Node]:
-    """Return the transpositions of [1, tokens, ...] among the values that depend on ``positions`` alone."""
+    """Return the transpositions of [1, tokens, ...] among the values computed from ``positions`` alone."""
     operations = OperationIndex(model)
     names = {positions.get_friendly_name()}
     transpositions: list[ov.Node] = []

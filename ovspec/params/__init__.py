@@ -1,4 +1,4 @@
-"""Declares each option once: Python's keywords, the command line, batch files and the server are made of these classes.
+"""Declares each option once, for Python's keywords, the command line, batch files and the server.
 
 To add an option, add one field ``name: type = option(help, default=..., ...)`` to ``SamplingParams`` (sampling.py)
 or ``Params`` (generation.py).

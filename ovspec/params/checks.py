@@ -1,4 +1,4 @@
-"""Makes ``Params`` of the options of a call, and refuses options that exclude or need each other."""
+"""Makes ``Params`` from the options of a call, and refuses conflicting or incomplete options."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ def make_params(options: Mapping[str, OptionValue]) -> Params:
     """
     sampling = options.get("sampling")
     if isinstance(sampling, Params) and len(options) == 1:
-        return sampling  # as the command line hands it on
+        return sampling  # already checked by the command line
     check_option_names(options, GENERATE_OPTIONS)
     # In Python, None stands for the default of other options.
     option_values: dict[str, OptionValue] = {
@@ -36,16 +36,16 @@ def make_params(options: Mapping[str, OptionValue]) -> Params:
 
 
 def check_param_combinations(params: Params) -> Params:
-    """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
+    """Return ``params`` with individually valid values; raises OvspecError for conflicts between options."""
     if params.conflict_message:
         raise OvspecError(params.conflict_message)
     check_grammar_options(params)
     params = parse_tool_options(params)
     if params.sampler and (params.temperature or params.truncating_options):
         distribution_options = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
-        raise OvspecError(f"The sampler draws the tokens; leave out {distribution_options}.")
+        raise OvspecError(f"`sampler` can't be combined with {distribution_options}; leave one out.")
     if params.sampler and params.accept == "rejection":
-        raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")
+        raise OvspecError("`accept='rejection'` needs probabilities, but a `sampler` returns none; leave one out.")
     if params.truncating_options and not params.temperature:
         verb = "needs" if len(params.truncating_options) == 1 else "need"
         truncating_names = " and ".join(f"`{name}`" for name in params.truncating_options)
@@ -54,42 +54,45 @@ def check_param_combinations(params: Params) -> Params:
 
 
 def parse_tool_options(params: Params) -> Params:
-    """Return ``params`` with the tools as OpenAI's; raises OvspecError for what can't be called."""
+    """Return ``params`` with the tools in OpenAI's format; raises OvspecError for invalid tools or choices."""
     if "tools" in (params.chat_template_kwargs or {}) and params.tools:
-        raise OvspecError("`tools` and `chat_template_kwargs` both have tools; give them once.")
+        raise OvspecError("`tools` and `chat_template_kwargs` both have tools; leave one out.")
     if not params.tools:
         if params.tool_choice is not None:
             parse_tool_choice((), params.tool_choice)
         return params
     if params.ignore_eos:
-        raise OvspecError("`tools` can't be combined with `ignore_eos`: a call decides where the text ends.")
+        raise OvspecError(
+            "`tools` can't be combined with `ignore_eos`, because a tool call ends the text; leave one out."
+        )
     params = replace(params, tools=parse_tools(params.tools))
     parse_tool_choice(params.tools, params.tool_choice)
     return params
 
 
 def check_grammar_options(params: Params) -> None:
-    """Raise OvspecError for options of grammars that exclude or need each other."""
+    """Raise OvspecError for conflicting or incomplete grammar options."""
     grammar_options = [name for name in GRAMMAR_OPTIONS if getattr(params, name) is not None]
     if len(grammar_options) > 1:
         quoted_options = " and ".join(f"`{name}`" for name in grammar_options)
-        raise OvspecError(f"{quoted_options} can't be combined; give one grammar that covers both.")
+        raise OvspecError(f"{quoted_options} can't be combined; give a single grammar for both.")
     if grammar_options and params.ignore_eos:
         raise OvspecError(
-            f"`{grammar_options[0]}` decides where the text ends, so `ignore_eos` can't be combined with it."
+            f"`{grammar_options[0]}` can't be combined with `ignore_eos`, because the grammar ends the text; leave "
+            "either out."
         )
     if not grammar_options and params.constrain_from is not None:
-        raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
+        raise OvspecError("`constrain_from` sets where a grammar begins; add a grammar.")
     schema_options = [name for name in SCHEMA_OPTIONS if getattr(params, name) != GENERATE_OPTIONS[name].default]
     if schema_options and params.json_schema is None and (schema_options[0] == "retries" or not params.tools):
-        raise OvspecError(f"`{schema_options[0]}` is for JSON schemas; give `json_schema` too.")
+        raise OvspecError(f"`{schema_options[0]}` works only with a JSON schema; add `json_schema`.")
     if params.retries and params.json_schema_mode != "checked":
-        raise OvspecError("`retries` needs `json_schema_mode` checked: in the mode strict no text breaks the schema.")
+        raise OvspecError("`retries` needs `json_schema_mode` checked: in strict mode, every text matches the schema.")
     if params.retries and not params.temperature:
-        raise OvspecError("`retries` needs a `temperature` above 0: a greedy text would be the same again.")
+        raise OvspecError("`retries` needs a `temperature` above 0: greedy decoding would repeat the text.")
 
 
 def refuse_retries_in_stream(params: Params) -> None:
-    """Raise OvspecError if ``params`` ask for retries, which a stream can't have."""
+    """Raise OvspecError if ``params`` include retries, which streams don't support."""
     if params.retries:
-        raise OvspecError("`retries` can't be combined with a stream, whose text is seen before it ends.")
+        raise OvspecError("`retries` can't be combined with streaming; leave one out.")

@@ -1,4 +1,4 @@
-"""``Params``: all options of one generating call, in the object that is made of them at the front door."""
+"""``Params``: all options of a generating call in one object, made by the front doors."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +22,12 @@ PATH_OR_TEXT_HELP = "A string, or the ``Path`` of a file."
 
 @options_dataclass
 class Params(SamplingParams):
-    """All options of one generating call. The front doors check what they make it from, so it isn't checked again."""
+    """All options of a generating call. The front doors check the values, so nothing is checked again."""
 
     sampler: SampleFunction | None = option(
-        "Your own function that chooses each token: ``sampler(logits (1, vocab), tokens so far (n,), "
-        "**sampler_options) -> id``, called once for each token, in order, with or without a draft. The logits "
-        "come after penalties and grammars. Not with a temperature.",
+        "Custom sampling function, called once per token, in order, with or without a draft: ``sampler(logits (1, "
+        "vocab), tokens so far (n,), **sampler_options) -> id``. The logits already include penalties and grammars. "
+        "Can't be combined with a temperature.",
         default=None,
         flags=(),
         request=False,
@@ -36,23 +36,23 @@ class Params(SamplingParams):
         "Keyword arguments for ``sampler``.", default=None, flags=(), request=False
     )
     accept: AcceptRule = option(
-        "How proposed tokens are accepted when sampling: compare gives the same text with any draft or none; "
-        "rejection accepts more, but keeps only the distribution of the texts.",
+        "Acceptance rule for sampling. compare: the text is the same with or without a draft. rejection: a higher "
+        "acceptance rate, but only the distribution of the texts stays the same.",
         default="compare",
         request=False,
     )
     lookahead: int | Literal["auto"] | None = option(
-        "Maximum number of tokens to propose per round: 0 for plain decoding; auto: as many as are worth their time.",
+        "Maximum number of tokens proposed per round; 0 is plain decoding, auto adapts it for the best speed.",
         default=None,
         limits=LOOKAHEAD,
         default_meaning="auto",
-        python_extra_help="In Python the default is what was given to ``load``.",
+        python_extra_help="In Python the default is the value given to ``load``.",
         metavar="auto|K",
         parse=parse_lookahead,
         request=False,
     )
     batch_size: int = option(
-        "Maximum number of texts generated at a time; the others wait.",
+        "Maximum number of texts generated at the same time; further texts wait.",
         # Up to about this many a step mostly reads weights; beyond, arithmetic dominates and more gain little.
         default=32,
         limits=AT_LEAST_1,
@@ -60,41 +60,41 @@ class Params(SamplingParams):
         request=False,
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
-        "Variables for the model's chat template, as in '{\"enable_thinking\": false}'; needs chat messages. Which "
-        "variables there are depends on the model. On the command line also a file with them.",
+        "Variables for the model's chat template, such as '{\"enable_thinking\": false}'; the names depend on the "
+        "model. Needs chat messages. The command line also takes a JSON file.",
         default=None,
-        python_extra_help="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
+        python_extra_help="In a session, set them at the start: ``lm.session(chat_template_kwargs=...)``.",
         metavar="JSON",
         parse=parse_json_object,
     )
     tools: Sequence[JsonValue] = option(
-        "The functions that the model may call: a list of OpenAI's tools. Needs chat messages. Arguments always fit "
-        "the schemas.",
+        "Functions for the model to call, in OpenAI's tool format. Needs chat messages. Arguments always match the "
+        "schemas.",
         default_factory=tuple,
-        python_extra_help="Also Python functions with type hints and a docstring. The calls are the result's "
+        python_extra_help="Python functions with type hints and a docstring work, too. The calls are in the result's "
         "``tool_calls``.",
         flags=(),
         request_type=list[JsonObject],
     )
     tool_choice: str | Mapping[str, Any] | None = option(
-        "What may be called: auto, none, required (an answer that only calls), or OpenAI's objects that name a tool or "
-        "allow some.",
+        "Allowed tool calls: auto, none, required (tool calls without other text), or OpenAI's object for a single "
+        "tool or a list of allowed tools.",
         default=None,
         default_meaning="auto",
         flags=(),
     )
     parallel_tool_calls: bool = option(
-        "Whether an answer may have several calls, if the model's format allows it.", default=True, flags=()
+        "Allow several tool calls per answer, if the model's format does.", default=True, flags=()
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = option(
-        "How much the model thinks before it answers, if its chat template has a switch for that; none: not at all. "
-        "Needs chat messages.",
+        "Amount of thinking before the answer, for chat templates with such a switch; none turns thinking off. Needs "
+        "chat messages.",
         default=None,
-        default_meaning="up to the template",
+        default_meaning="the template's",
         commands=("batch",),
     )
     max_thinking_tokens: int | None = option(
-        "Maximum number of tokens of thinking, after which it is closed and the answer begins; -1 for no limit. Needs "
+        "Thinking budget in tokens: at the limit, the thinking ends and the answer begins. -1 for no limit. Needs "
         "chat messages.",
         default=None,
         limits=NumberLimits(0, description="0 or more, or -1 for no limit", special_value=-1),
@@ -104,39 +104,38 @@ class Params(SamplingParams):
         aliases=("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"),
     )
     json_schema: Any = option(
-        "The text must be JSON that matches this schema; '{}' allows any JSON. Not with another grammar option.",
+        "The text must be JSON and match this schema; '{}' allows any JSON. Can't be combined with other grammar "
+        "options.",
         default=None,
-        python_extra_help="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that "
-        "pydantic knows.",
+        python_extra_help="A dict, a JSON string, the ``Path`` of a file, a pydantic model or any other type known "
+        "to pydantic.",
         metavar="FILE|TEXT",
         parse=parse_schema_or_file,
         request_type=JsonObject | bool | str,
     )
     json_schema_mode: Literal["strict", "checked"] = option(
-        "strict: refuse a schema that can't be enforced while the text is generated; checked: enforce what can be, "
-        "and then report how the finished text breaks the schema.",
+        "strict: refuse a schema if any part of it can't be enforced during generation. checked: enforce as much as "
+        "possible, then check the finished text and report violations of the schema.",
         default="strict",
     )
     retries: int = option(
-        "Generate a text again with the next seed, at most this many times, while it breaks its schema; for "
-        "schemas in the mode checked and a temperature above 0.",
+        "If a text violates its schema, generate it again with the next seed, at most this many times. Needs the "
+        "schema mode checked and a temperature above 0.",
         default=0,
         limits=NOT_NEGATIVE,
     )
     additional_properties: bool | None = option(
-        "Whether objects may have properties beside those that the schema lists, where it doesn't say.",
+        "Allow object properties not listed in the schema, where the schema doesn't say.",
         default=None,
         default_meaning="yes, but no for pydantic models and response formats",
         flags=("--additional-properties/--no-additional-properties",),
     )
-    compact_json: bool = option(
-        "Generate JSON without white space between its tokens, which takes fewer tokens.", default=False
-    )
+    compact_json: bool = option("Generate JSON without optional white space, to save tokens.", default=False)
     regex: str | None = option(
         "The whole text must match this regular expression (Rust's syntax).", default=None, metavar="PATTERN"
     )
     grammar: str | Path | None = option(
-        "The text must match the rule start of this grammar in Lark's syntax.",
+        "The text must match the rule start of this Lark grammar.",
         default=None,
         python_extra_help=PATH_OR_TEXT_HELP,
         metavar="FILE",
@@ -144,17 +143,17 @@ class Params(SamplingParams):
         request_type=str,
     )
     gbnf: str | Path | None = option(
-        "The text must match this grammar in GBNF, llama.cpp's syntax.",
+        "The text must match this GBNF grammar (llama.cpp's syntax).",
         default=None,
         python_extra_help=PATH_OR_TEXT_HELP,
         metavar="FILE",
         parse=Path,
         request_type=str,
     )
-    choice: Sequence[str] | None = option("The text must be one of the given strings.", default=None, metavar="TEXT")
+    choice: Sequence[str] | None = option("Restrict the text to the given strings.", default=None, metavar="TEXT")
     constrain_from: int | str | None = option(
-        "Let the grammar begin inside the prompt, which must match it from there: at the last occurrence of TEXT, "
-        "or at character N (0 is the prompt's start, -5 is five characters before its end).",
+        "Start the grammar inside the prompt: at the last occurrence of TEXT, or at character N (0 is the prompt's "
+        "start, -5 is five characters before its end). The prompt must match from there on.",
         default=None,
         default_meaning="after the prompt",
         python_extra_help="A string is a text, an int a character.",
@@ -162,22 +161,22 @@ class Params(SamplingParams):
         parse=parse_position_or_text,
     )
     max_predict_ms: float = option(
-        "Milliseconds since its first token after which the text ends at its next line break; 0 or -1 for no limit.",
+        "Time limit (ms) after the first token; the text then ends at the next line break. 0 or -1 for no limit.",
         default=0.0,
         limits=NumberLimits(0, description="0 or more, or -1 for no limit", special_value=-1),
         flags=(),
         aliases=("t_max_predict_ms",),
     )
     heal: bool | None = option(
-        "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
+        "Token healing: regenerate the prompt's last tokens, so a token may span the end of the prompt.",
         default=None,
-        python_extra_help="Off by default, but on for text that was appended to a session.",
+        python_extra_help="Off by default, except for text appended to a session.",
         commands=("generate", "batch"),
     )
     logits_processors: Sequence[LogitsProcessor] | None = option(
-        "Your own functions that change the logits before a token is chosen: ``processor(tokens so far (n,), "
-        "logits (1, vocab)) -> logits``, or logits processors of transformers. They also run for proposed tokens, "
-        "so their result must depend on their arguments alone.",
+        "Custom functions to change the logits before sampling: ``processor(tokens so far (n,), logits (1, vocab)) "
+        "-> logits``, or logits processors of transformers. They also run for proposed tokens, so their result must "
+        "depend on the arguments alone.",
         default=None,
         flags=(),
         request=False,
@@ -187,17 +186,17 @@ class Params(SamplingParams):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether texts are drawn, so that several for one prompt differ."""
+        """Whether texts are sampled, so several texts for the same prompt differ."""
         return bool(self.temperature or self.sampler)
 
     @property
     def lookahead_limit(self) -> int | None:
-        """The maximum number of tokens to propose per round; None for as many as are worth their time."""
+        """The maximum number of proposed tokens per round; None if the lookahead chooses it."""
         return None if self.lookahead == "auto" else self.lookahead
 
     @property
     def thinking_budget(self) -> int | None:
-        """The maximum number of tokens of thinking; None if there is none."""
+        """The maximum number of thinking tokens; None for no limit."""
         if self.max_thinking_tokens is None and self.reasoning_effort == "none":
             return 0
         if self.max_thinking_tokens is None or self.max_thinking_tokens < 0:
@@ -206,30 +205,30 @@ class Params(SamplingParams):
 
     @property
     def allowed_calls(self) -> AllowedCalls:
-        """What may be called."""
+        """The allowed tool calls."""
         if not self.tools:
             return NO_TOOLS
         return parse_tool_choice(self.tools, self.tool_choice)
 
     @property
     def grammar_option(self) -> str | None:
-        """The name of the option that sets the grammar, if one does."""
+        """The name of the option with the grammar, if any."""
         return next((name for name in GRAMMAR_OPTIONS if getattr(self, name) is not None), None)
 
     @property
     def constrains(self) -> bool:
-        """Whether an option changes the logits or limits the tokens that may come next."""
+        """Whether an option changes the logits or restricts the next token."""
         changes_logits = self.logit_bias or self.min_tokens or self.penalizes or self.logits_processors
         return bool(
             self.grammar_option or self.heal or changes_logits or self.tools or self.thinking_budget is not None
         )
 
     def recorded_options(self) -> dict[str, OptionValue]:
-        """Return what decides the text: the options that change it and aren't at their defaults."""
+        """Return the options that shape the text, except those with default values."""
         return self.changed_options(excluded=UNRECORDED_OPTIONS)
 
     def changed_options(self, excluded: Collection[str]) -> dict[str, OptionValue]:
-        """Return the options that aren't at their defaults, without those named in ``excluded``."""
+        """Return the options with non-default values, except the names in ``excluded``."""
         option_values = {name: getattr(self, name) for name in GENERATE_OPTIONS if name not in ("sampling", *excluded)}
         return {
             name: value
@@ -240,10 +239,10 @@ class Params(SamplingParams):
 
 @options_dataclass
 class GenerateOptions(Params):
-    """The keywords of every generating call: all options, and ``sampling``, which has several of them."""
+    """The keywords of every generating call: all options, and ``sampling`` for several of them at once."""
 
     sampling: SamplingParams | None = option(
-        "Sampling options in one object; options given one by one take precedence.",
+        "Sampling options in a single object; individual options take precedence.",
         default=None,
         flags=(),
         request=False,
@@ -251,7 +250,7 @@ class GenerateOptions(Params):
 
 
 GENERATE_OPTIONS = collect_options(GenerateOptions)
-# The options that set a grammar; only one of them may be given.
+# The grammar options; at most one may be set.
 GRAMMAR_OPTIONS = ("json_schema", "regex", "grammar", "gbnf", "choice")
 SCHEMA_OPTIONS = ("json_schema_mode", "retries", "additional_properties", "compact_json")  # they need a schema
 # They need chat messages.
@@ -259,7 +258,7 @@ CHAT_OPTIONS = (
     "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens",
 )  # fmt: skip
 SPEED_OPTIONS = ("lookahead", "batch_size")
-# They don't change the text that a seed gives; where time ends it, its number of tokens is recorded.
+# They don't change the text for a seed; if the time limit ends a text, its number of tokens is recorded.
 UNRECORDED_OPTIONS = (*SPEED_OPTIONS, "retries", "max_predict_ms")
 DEFAULT_PARAMS = Params()  # all options at their defaults
 GenerateOptions.__doc__ = f"{GenerateOptions.__doc__}\n\n{format_option_documentation(GENERATE_OPTIONS)}"

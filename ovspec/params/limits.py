@@ -1,16 +1,16 @@
-"""The ranges that numbers among the options may have."""
+"""The allowed ranges of numeric options."""
 
 from dataclasses import dataclass
 
-LARGEST_NUMBER = 3e38  # what a float32 can hold
+LARGEST_NUMBER = 3e38  # the range of float32
 
 
 @dataclass(frozen=True)
 class NumberLimits:
-    """The range of a number, and how messages describe it.
+    """The range of a number, and its description for error messages.
 
     excludes_minimum: ``minimum`` itself is out of range.
-    special_value: a number outside of the range that is allowed, too.
+    special_value: an additional allowed number outside of the range.
     """
 
     minimum: float = -LARGEST_NUMBER
@@ -21,7 +21,7 @@ class NumberLimits:
 
 
 AT_LEAST_1 = NumberLimits(1, description="at least 1")
-TOKEN_COUNT = NumberLimits(0, description="0 or more, or -1 for as many as the context holds", special_value=-1)
+TOKEN_COUNT = NumberLimits(0, description="0 or more, or -1 for the rest of the context", special_value=-1)
 TEXT_COUNT = NumberLimits(1, 10_000, "at least 1 and at most 10,000")
 NOT_NEGATIVE = NumberLimits(0, description="0 or more")
 PROBABILITY = NumberLimits(0, 1, "above 0 and at most 1", excludes_minimum=True)

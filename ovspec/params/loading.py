@@ -13,55 +13,55 @@ from ovspec.params.values import check_option_names, check_value, parse_file_or_
 
 @options_dataclass
 class RuntimeParams:
-    """The options that decide where and how models are compiled."""
+    """The options for compiling models: device, precision, engine."""
 
     device: str = option("OpenVINO device: CPU, GPU, GPU.N, AUTO or AUTO:X,Y.", default="CPU")
     draft_device: str | None = option(
         "OpenVINO device of the draft model.", default=None, default_meaning="the target's"
     )
     precision: Literal["f32", "bf16", "f16"] | None = option(
-        "Number type that the model computes in.", default=None, default_meaning="the profile's, or the device's own"
+        "Inference precision of the model.", default=None, default_meaning="the profile's, or the device's own"
     )
     kv_precision: Literal["f32", "bf16", "f16", "u8"] | None = option(
-        "Number type of the KV cache. u8 takes about half the memory of f16, but rolling back changes it, so a "
-        "draft may change the text.",
+        "KV cache precision. u8 takes about half the memory of f16, but a rollback changes its values, so a draft "
+        "may change the text.",
         default=None,
-        default_meaning="the profile's, or that of --precision on the CPU and f16 on a GPU",
+        default_meaning="the profile's; else the precision on the CPU, f16 on a GPU",
     )
     engine: Literal["auto", "stateful", "paged"] = option(
-        "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, on a CPU or a GPU). auto takes "
-        "paged if it gives the same logits.",
+        "KV cache manager: OpenVINO (stateful), or ovspec with a block-wise cache (paged, on a CPU or a GPU). auto "
+        "takes paged if the logits are the same.",
         default="auto",
     )
     arithmetic: Literal["exact", "fast"] | None = option(
-        "exact: every token has the same bits with any draft, batch, session or none. fast: less time for plain "
-        "decoding over long contexts and, on the stateful engine, for prompts and batches, but a draft or a batch "
+        "exact: the same logits, to the bit, with or without drafts, batches and sessions. fast: faster plain "
+        "decoding over long contexts and, on the stateful engine, faster prefill and batches, but a draft or a batch "
         "may change the text at near-ties.",
         default=None,
-        default_meaning="exact on the CPU, fast where a GPU may compute",
+        default_meaning="exact on the CPU, fast if a GPU may be used",
     )
     threads: int | None = option(
-        "Number of CPU threads to compute with.",
+        "Number of CPU threads.",
         default=None,
         limits=AT_LEAST_1,
         default_meaning="the profile's, or OpenVINO's",
     )
     properties: Mapping[str, Any] | None = option(
-        "OpenVINO property for target and draft; takes precedence over the profile and the other options.",
+        "OpenVINO property for target and draft; overrides the profile and the other options.",
         default=None,
         flags=("--property",),
         metavar="KEY=VALUE",
         parse=parse_key_value,
     )
     tune: bool | None = option(
-        "Use OpenVINO's own settings: ignore the profile of this machine, and don't measure one at the first load. "
-        "OVSPEC_TUNE=0 does the same.",
+        "Use OpenVINO's own settings: ignore this machine's profile, and skip the measurement at the first load. "
+        "Same as OVSPEC_TUNE=0.",
         default=None,
-        python_extra_help="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.",
+        python_extra_help="In Python this is ``tune=False``; True overrides OVSPEC_TUNE.",
         flags=("--no-tune",),
     )
     cache_dir: str | Path | None = option(
-        "Folder of compiled models, profiles and probe results.",
+        "Folder for compiled models, profiles and probe results.",
         default=None,
         default_meaning="the user's cache",
         metavar="DIRECTORY",
@@ -77,45 +77,46 @@ class LoadParams(RuntimeParams):
         GENERATE_OPTIONS["lookahead"].help, default="auto", limits=LOOKAHEAD, flags=()
     )
     lookup_corpus: Sequence[str | Path] = option(
-        "Text file that lookup may also propose from.", default_factory=tuple, metavar="FILE"
+        "Text file as an additional source for prompt lookup.", default_factory=tuple, metavar="FILE"
     )
     cache_memory: float | None = option(
-        "Gigabytes that KV caches may take until those of ended texts give way, which are kept for texts that begin "
-        "in the same way; 0 keeps none.",
+        "Memory limit (GB) of KV caches before idle entries are evicted. Idle entries serve later texts with the "
+        "same beginning; 0 keeps none.",
         default=None,
         limits=NOT_NEGATIVE,
-        default_meaning="a quarter of the memory that is free after loading",
+        default_meaning="a quarter of the free memory after loading",
         metavar="GB",
     )
     tool_format: str | None = option(
-        "How the model writes tool calls.",
+        "Format of the model's tool calls.",
         default=None,
         choices=sorted(TOOL_FORMATS_BY_NAME),
-        default_meaning="found from its chat template",
+        default_meaning="detected from its chat template",
         commands=("batch", "serve"),
     )
     chat_template: str | Path | None = option(
-        "Chat template to use in place of the model's: a Jinja file, or a name, as the model has several or as "
-        "llama.cpp knows them (chatml, llama3, gemma, mistral-v3, …).",
+        "Chat template instead of the model's default: a Jinja file, the name of another template in the model, or a "
+        "name known to llama.cpp (chatml, llama3, gemma, mistral-v3, …).",
         default=None,
-        python_extra_help="Also the template itself.",
+        python_extra_help="The template itself works, too.",
         default_meaning="the model's",
         metavar="FILE|NAME",
         parse=parse_file_or_name,
         commands=("generate", "chat", "batch", "serve", "export"),
     )
-    verify: bool = option("First check the model's files against the checksums of its export by ovspec.", default=False)
+    verify: bool = option(
+        "Before loading, check the model's files against the checksums from its export.", default=False
+    )
     export: bool = option(
-        "Export the checkpoints given as model and draft into the user's cache, unless an export of these names is "
-        "there.",
+        "Export the checkpoints given as model and draft into the user's cache, unless they are already there.",
         default=False,
         flags=(),
     )
     weight_format: Literal["fp32", "fp16", "bf16", "int8", "int4", "keep"] | None = option(
-        "Format of the weights of a MODEL that is exported first; keep takes quantised weights as they are.",
+        "Weight format of the export, if MODEL must be exported first; keep leaves quantised weights as they are.",
         default=None,
-        default_meaning="any that is there; else keep if MODEL is quantised, int4 if it would take more than a third "
-        "of the memory in int8, or int8",
+        default_meaning="the existing export's, if any; else keep if MODEL is quantised, int4 if int8 would take "
+        "over a third of the memory, otherwise int8",
         commands=("batch", "bench", "chat", "generate", "serve"),
     )
 

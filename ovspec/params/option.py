@@ -1,4 +1,4 @@
-"""How an option is declared: as a field of a class."""
+"""The declaration of options, as fields of a class."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ovspec.params.limits import NumberLimits
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
-TypeForm: TypeAlias = Any  # a type as annotations have it, such as `int | None`
-OptionValue: TypeAlias = Any  # checked against the option's declaration when params are made of it
-# What other programs call an option.
+TypeForm: TypeAlias = Any  # a type as in annotations, such as `int | None`
+OptionValue: TypeAlias = Any  # checked against the option's declaration when params are made from it
+# Other programs' names for our options.
 FOREIGN_NAMES = {
     "temp": "temperature",
     "response_format": "json_schema",
@@ -44,16 +44,16 @@ class Option:
 
     help: its purpose, in one or two sentences.
     limits: the range of a number.
-    default_meaning: the meaning of the default, in words, where the value doesn't show it.
-    python_extra_help: text that only Python's documentation adds to ``help``.
-    flags: its spellings on the command line, if not ``--its-name``; empty if the command line doesn't have it.
-    commands: the generating commands that have it, if not all.
-    metavar, parse: the command line's name for its value, and the function that reads it or raises ValueError.
+    default_meaning: the default in words, if the value doesn't explain itself.
+    python_extra_help: added to ``help`` in Python's documentation only.
+    flags: its spellings on the command line, if not ``--its-name``; empty if it isn't on the command line.
+    commands: the generating commands with this option, if not all.
+    metavar, parse: the command line's name for its value, and its parser, which raises ValueError.
     request: whether a request, such as a line of a batch file, may set it.
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
     truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
-    choices: the strings that it may be, where the annotation can't list them.
+    choices: the allowed strings, if the annotation can't list them.
     name, value_type, default: those of the field; set by ``collect_options``.
     """
 
@@ -92,7 +92,7 @@ def option(
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, field))
 def options_dataclass(cls: type[S]) -> type[S]:
-    """Make an immutable dataclass of a class whose fields are options; they are keywords of its ``__init__``."""
+    """Make an immutable dataclass of a class with options as fields; they are keywords of its ``__init__``."""
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -117,7 +117,7 @@ def collect_options(cls: Any) -> dict[str, Option]:
 
 
 def accepts_options(options_type: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Return a decorator that shows the options of a class in the signature of a function that takes them.
+    """Return a decorator that adds the options of a class to a function's signature.
 
     ``options_type``: the class; type checkers and editors show its fields as the function's arguments.
     """
@@ -158,7 +158,7 @@ def format_option_documentation(options: Mapping[str, Option]) -> str:
 
 
 def make_did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a question that names the one of ``names`` that ``name`` resembles, or an empty string."""
+    """Return a question with the name in ``names`` closest to ``name``, or an empty string."""
     similar_names = difflib.get_close_matches(FOREIGN_NAMES.get(name, name), sorted(names), 1, cutoff=0.75)
     return "".join(f"did you mean {similar_name}?" for similar_name in similar_names)
 
@@ -170,12 +170,12 @@ def union_members(value_type: TypeForm) -> tuple[TypeForm, ...]:
 
 
 def literal_values(value_type: TypeForm) -> tuple[Any, ...]:
-    """Return the values that the literals in a type allow."""
+    """Return the values of the literals in a type."""
     literals = [member for member in union_members(value_type) if get_origin(member) is Literal]
     return tuple(value for literal in literals for value in get_args(literal))
 
 
 def is_collection_type(value_type: TypeForm) -> bool:
-    """Return whether the type is a collection, so that an option of it may be repeated."""
+    """Return whether the type is a collection, so its option may be repeated."""
     origins: list[TypeForm] = [get_origin(member) for member in union_members(value_type)]
     return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)

@@ -1,4 +1,4 @@
-"""``SamplingParams``: the options that decide which token comes next, and where a text ends."""
+"""``SamplingParams``: the options for choosing the next token and ending a text."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -25,11 +25,11 @@ class SamplingParams:
     """Sampling options in one immutable object, for the option ``sampling``; checked when it is made."""
 
     max_tokens: int | None = option(
-        "Maximum number of tokens to generate; -1 for as many as the context holds.",
+        "Maximum number of tokens to generate; -1 to fill the context.",
         default=None,
         limits=TOKEN_COUNT,
         default_meaning="from the model's generation config, or 256",
-        python_extra_help="At the end of the context a text ends anyway. 0 only reads the prompt.",
+        python_extra_help="Generation always stops at the end of the context. 0 only reads the prompt.",
         flags=("-n", "--max-tokens"),
         metavar="N",
         aliases=("max_completion_tokens", "n_predict"),
@@ -41,17 +41,18 @@ class SamplingParams:
         default_meaning="from the model's generation config, or 0",
     )
     stop: str | Collection[str] = option(
-        "End the text at this string, which is left out of it.", default_factory=list, metavar="TEXT"
+        "Stop at this string and leave it out of the text.", default_factory=list, metavar="TEXT"
     )
     stop_ids: Collection[int] = option(
-        "End the text at this token id; the token adds no text.",
+        "Stop at this token id; the token adds no text.",
         default_factory=list,
         flags=("--stop-id",),
         metavar="ID",
         aliases=("stop_token_ids",),
     )
     min_indent: int = option(
-        "End the text before the first line break that fewer than this many spaces and tabs follow; 0 for never.",
+        "Minimum indentation of a line, in spaces and tabs: generation stops before the first line with less; 0 is "
+        "off.",
         default=0,
         limits=NOT_NEGATIVE,
         metavar="N",
@@ -59,7 +60,7 @@ class SamplingParams:
     )
     ignore_eos: bool = option("Continue after an end-of-sequence token.", default=False)
     temperature: float = option(
-        "Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
+        "Sampling temperature: 0 is greedy decoding (always the most likely token), 1 samples from the model's own "
         "distribution, and higher values make unlikely tokens more frequent.",
         default=0.0,
         limits=TEMPERATURE,
@@ -72,13 +73,14 @@ class SamplingParams:
         truncates=True,
     )
     top_p: float = option(
-        "Sample only from the most likely tokens that add up to this probability; 1 for all. Needs a temperature.",
+        "Sample only from the most likely tokens with this total probability; 1 for all. Needs a temperature.",
         default=1.0,
         limits=PROBABILITY,
         truncates=True,
     )
     min_p: float = option(
-        "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
+        "Sample only from tokens with at least this fraction of the top token's probability; 0 for all. Needs a "
+        "temperature.",
         default=0.0,
         limits=FRACTION,
         truncates=True,
@@ -90,17 +92,17 @@ class SamplingParams:
         truncates=True,
     )
     repetition_penalty: float | None = option(
-        "Divide positive logits of tokens in the prompt and the text by this, and multiply negative ones: 1 is "
-        "off, higher values discourage repetition.",
+        "Penalty for tokens already in the prompt or the text: divides their positive logits and multiplies their "
+        "negative logits. 1 is off; higher values discourage repetition.",
         default=None,
         limits=POSITIVE,
         default_meaning="from the model's generation config, or 1",
     )
     presence_penalty: float = option(
-        "Subtract this from the logit of each token generated so far; 0 is off.", default=0.0, limits=ANY_NUMBER
+        "Subtract this from the logit of each token already generated; 0 is off.", default=0.0, limits=ANY_NUMBER
     )
     frequency_penalty: float = option(
-        "Subtract this from a token's logit once for each time it was generated; 0 is off.",
+        "Subtract this from a token's logit for each of its occurrences so far in the generated text; 0 is off.",
         default=0.0,
         limits=ANY_NUMBER,
     )
@@ -111,15 +113,15 @@ class SamplingParams:
         parse=parse_token_bias,
     )
     seed: int | None = option(
-        "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
-        "only with the same draft and a fixed lookahead.",
+        "Random seed: the same seed gives the same text, with or without a draft. Under the accept rule rejection, "
+        "this needs the same draft and a fixed lookahead.",
         default=None,
         limits=NumberLimits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
         default_meaning="random",
         python_extra_help="``Stats.seed`` reports the seed of a sampled text.",
     )
     n: int = option(
-        "Number of texts for each prompt; greedy ones are all the same.",
+        "Number of texts per prompt; greedy texts are all the same.",
         default=1,
         limits=TEXT_COUNT,
         flags=("--samples",),
@@ -127,8 +129,8 @@ class SamplingParams:
         aliases=("n_cmpl",),
     )
     logprobs: int | None = option(
-        "Report the natural log-probability of each token and of this many of the most likely ones, from the "
-        "model's own logits: before bias, penalties, grammars and temperature.",
+        "Report the natural log-probability of each token and of this many top alternatives, from the model's raw "
+        "logits: before bias, penalties, grammars and temperature.",
         default=None,
         limits=NOT_NEGATIVE,
         commands=("generate", "batch"),
@@ -136,7 +138,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        """Check the values; raises OvspecError for one of the wrong type or out of range."""
+        """Check the values; raises OvspecError for a wrong type or a value out of range."""
         for name, declaration in SAMPLING_OPTIONS.items():
             if (value := getattr(self, name)) is not declaration.default:
                 check_value(value, declaration)
@@ -145,7 +147,7 @@ class SamplingParams:
 
     @property
     def conflict_message(self) -> str | None:
-        """The error message about values that no declaration can refuse; None if there are none."""
+        """The error message for conflicting or invalid values beyond the declared limits; None if all are valid."""
         if not all(bias == -math.inf or abs(bias) <= LARGEST_NUMBER for bias in self.logit_bias.values()):
             return f"`logit_bias` must be numbers up to {LARGEST_NUMBER}, or -inf to ban a token."
         if not all(self.stop_strings):
@@ -172,14 +174,14 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether a penalty makes the logits depend on the tokens before them."""
+        """Whether a penalty makes the logits depend on earlier tokens."""
         penalizes_repetition = self.repetition_penalty not in (None, 1.0)
         return penalizes_repetition or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 SAMPLING_OPTIONS = collect_options(SamplingParams)
 TRUNCATING_OPTIONS = tuple(name for name, declaration in SAMPLING_OPTIONS.items() if declaration.truncates)
-DISTRIBUTION_OPTIONS = ("temperature", *TRUNCATING_OPTIONS)  # they make the distribution that a token is drawn from
+DISTRIBUTION_OPTIONS = ("temperature", *TRUNCATING_OPTIONS)  # they shape the distribution of the next token
 # Their defaults in a chat and on a server, in words.
 LONG_DEFAULT_TEXT = "from the model's generation config, or as many as the context holds"  # of max_tokens
 RECOMMENDED_DEFAULT_TEXTS = {

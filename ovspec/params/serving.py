@@ -12,71 +12,73 @@ from ovspec.params.values import parse_lookahead
 
 @options_dataclass
 class ServeParams:
-    """The options that decide who is served, and how much at a time."""
+    """The options of the server: access, limits, and defaults for requests."""
 
     host: str = option(
-        "Address to listen on. Another one than this machine's own needs a key or --insecure.", default="127.0.0.1"
+        "Address to listen on. Any address except localhost needs an API key or --insecure.", default="127.0.0.1"
     )
     port: int = option(
-        "Port to listen on; 0 for any free one.", default=8000, limits=NumberLimits(0, 65535, "from 0 to 65535")
+        "Port to listen on; 0 for any free port.", default=8000, limits=NumberLimits(0, 65535, "from 0 to 65535")
     )
     model_name: Sequence[str] = option(
-        "A name of the model. Answers have the first.",
+        "Name of the model in the API. Responses show the first name.",
         default_factory=tuple,
         default_meaning="the folder's name",
         metavar="NAME",
     )
-    strict_model: bool = option("Refuse requests that name another model. Otherwise any name will do.", default=False)
+    strict_model: bool = option(
+        "Refuse requests for other model names. By default any name is accepted.", default=False
+    )
     strict_fields: bool = option(
-        "Refuse requests with fields that the server doesn't know. Otherwise such a field is ignored, and the answer's "
-        "header X-Ovspec-Ignored names it.",
+        "Refuse requests with unknown fields. By default they are ignored and listed in the response header "
+        "X-Ovspec-Ignored.",
         default=False,
     )
     api_key_file: Path | None = option(
-        "File with the keys that clients may use, one a line.",
+        "File with API keys for clients, one per line.",
         default=None,
-        default_meaning="the key in OVSPEC_API_KEY, if it is set",
+        default_meaning="the key in OVSPEC_API_KEY, if set",
         metavar="FILE",
         parse=Path,
     )
-    insecure: bool = option("Serve everybody who can reach the address, without a key.", default=False)
+    insecure: bool = option("Serve all clients without an API key, on any address.", default=False)
     deterministic: bool = option(
-        "Don't start unless texts are proven to be independent of the load on this machine.", default=False
+        "Refuse to start unless texts are proven independent of the server's load on this machine.", default=False
     )
     batch_size: int = option(
-        "Maximum number of texts generated at a time; the others wait.", default=16, limits=AT_LEAST_1
+        "Maximum number of texts generated at the same time; further texts wait in the queue.",
+        default=16,
+        limits=AT_LEAST_1,
     )
     queue_size: int = option(
-        "Maximum number of texts that wait; requests for further ones are refused.", default=256, limits=NOT_NEGATIVE
+        "Maximum number of texts in the queue; further requests are refused.", default=256, limits=NOT_NEGATIVE
     )
-    queue_timeout: float = option(
-        "Seconds that a request may wait before its text begins.", default=300.0, limits=POSITIVE
-    )
-    request_timeout: float = option("Seconds that a request may take in all.", default=3600.0, limits=POSITIVE)
+    queue_timeout: float = option("Time limit (s) in the queue.", default=300.0, limits=POSITIVE)
+    request_timeout: float = option("Time limit (s) for the whole request.", default=3600.0, limits=POSITIVE)
     cache_size: float | None = option(
-        "Gigabytes that all KV caches may take together: of texts, of drafts, and those kept of ended texts. A text "
-        "takes memory as it grows. Where it runs out, the youngest text waits, and is then read again; with "
-        "arithmetic that isn't exact, a text reserves memory for its maximum length instead.",
+        "Memory limit (GB) for all KV caches together: of running texts, of drafts, and of the prefix cache. A text "
+        "takes memory as it grows. If memory runs out, the youngest text waits, and is prefilled again later; without "
+        "exact arithmetic, a text reserves memory for its maximum length instead.",
         default=None,
         limits=POSITIVE,
-        default_meaning="80 % of the memory that is free after loading",
+        default_meaning="80 % of the free memory after loading",
         metavar="GB",
     )
     share_prefixes: bool = option(
-        "Let prompts with other API keys start from the same KV cache, too. Their time then tells what others asked.",
+        "Share the prefix cache between API keys. Latency can then reveal others' prompts.",
         default=False,
     )
     prefill_chunk: int | None = option(
-        "Number of prompt tokens that a round reads. With many, as 256, drafters may bring more, but texts pause "
-        "while the server reads prompts.",
+        "Number of prompt tokens to prefill per round. A large chunk, such as 256, can increase the speed-up from "
+        "drafters, but running texts pause during prefill.",
         default=None,
         limits=AT_LEAST_1,
-        default_meaning="so few that other texts hardly wait",
+        default_meaning="small enough to hardly delay running texts",
         metavar="N",
     )
     lookahead: int | Literal["auto"] | None = option(
-        "Maximum number of tokens to propose per round and text; a request can lower it. auto: as many as are worth "
-        "their time under the load.",
+        "Maximum number of tokens proposed per round and text; requests can lower it. auto adapts it for the best "
+        "speed under the current load.",
         default=None,
         limits=LOOKAHEAD,
         default_meaning="auto",
@@ -84,13 +86,13 @@ class ServeParams:
         parse=parse_lookahead,
     )
     lookup_memory: int = option(
-        "Number of tokens of earlier requests that lookup may also propose from; 0 for none. Its speed would tell "
-        "one client what others wrote, so it is refused with several keys.",
+        "Number of tokens from earlier requests as a source for prompt lookup; 0 for none. Refused with several API "
+        "keys, because the speed could reveal other clients' texts.",
         default=0,
         limits=NOT_NEGATIVE,
     )
     max_tokens: int | None = option(
-        "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
+        "Default for a request's max_tokens; -1 to fill the context.",
         default=None,
         limits=NumberLimits(1, description="at least 1, or -1", special_value=-1),
         default_meaning=LONG_DEFAULT_TEXT,
@@ -98,12 +100,12 @@ class ServeParams:
         metavar="N",
     )
     json_schema_mode: Literal["strict", "checked"] = option(
-        "What to do with a schema, also a tool's, that can't be enforced as a whole, unless the request says: strict "
-        "refuses it; checked enforces what it can, and reports how the finished text breaks the rest.",
+        "Default for schemas, including tools', with parts that can't be enforced: strict refuses them; checked "
+        "enforces as much as possible, then checks the finished text and reports violations.",
         default="strict",
     )
     temperature: float | None = option(
-        "Sampling temperature of a request that sets none; 0 for greedy.",
+        "Default sampling temperature; 0 for greedy decoding.",
         default=None,
         limits=TEMPERATURE,
         default_meaning=RECOMMENDED_DEFAULT_TEXTS["temperature"],

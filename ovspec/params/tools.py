@@ -1,4 +1,4 @@
-"""The tools that a model may call: what users give, and what they ask of them."""
+"""The options for tools: descriptions of tools, and the allowed calls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOOL_CHOICE_FORMS = (
 
 @dataclass(frozen=True)
 class AllowedCalls:
-    """What an answer may call.
+    """The tool calls allowed in an answer.
 
-    tool_names: the tools that it may call.
-    required: it must, and says nothing else.
-    single_call: it has one call at most.
+    tool_names: the allowed tools.
+    required: the answer consists of tool calls only.
+    single_call: at most a single call.
     """
 
     tool_names: tuple[str, ...]
@@ -37,10 +37,10 @@ NO_TOOLS = AllowedCalls((), False)
 
 
 def parse_tools(tools: Sequence[JsonValue]) -> list[JsonObject]:
-    """Return tools as OpenAI's API has them; each is such an object, the function within one, or a Python function.
+    """Return tools in the format of OpenAI's API, from such objects, their function part, or Python functions.
 
     Raises:
-        OvspecError: one isn't a function with a name and a schema, or two have the same name.
+        OvspecError: a tool isn't a function with a name and a schema, or two tools have the same name.
     """
     if len(tools) > MAX_TOOLS:
         raise OvspecError(f"`tools` has {len(tools)} tools; at most {MAX_TOOLS} are allowed.")
@@ -48,32 +48,32 @@ def parse_tools(tools: Sequence[JsonValue]) -> list[JsonObject]:
     names = set[str]()
     for name in (tool["function"]["name"] for tool in parsed_tools):
         if name in names:
-            raise OvspecError(f"`tools` has {name} twice; give each tool another name.")
+            raise OvspecError(f"`tools` has two tools named {name}; give each tool its own name.")
         names.add(name)
     return parsed_tools
 
 
 def parse_tool(tool: JsonValue) -> JsonObject:
-    """Return one tool as OpenAI's API has it; see ``parse_tools``."""
+    """Return a single tool in the format of OpenAI's API; see ``parse_tools``."""
     if callable(tool):
         tool = describe_function(tool)
     if not isinstance(tool, Mapping):
-        raise OvspecError(f"`tools` has {tool!r:.80}; each must be a function, or an object that describes one.")
+        raise OvspecError(f"`tools` has {tool!r:.80}; each tool must be a function, or an object with its description.")
     tool_type = tool.get("type", "function")
     function = tool.get("function", tool)
     if tool_type != "function" or not isinstance(function, Mapping):
-        raise OvspecError(f"`tools` has a tool of the type {tool_type!s:.40}; only functions can be called here.")
+        raise OvspecError(f"`tools` has a tool of the type {tool_type!s:.40}; only functions are supported.")
     name = function.get("name")
     parameters = function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME_PATTERN.fullmatch(name):
-        raise OvspecError(f"`tools`: a name is {name!r:.80}; it must have 1 to 128 letters, digits, _, . or -.")
+        raise OvspecError(f"`tools`: the name {name!r:.80} is invalid; use 1 to 128 letters, digits, _, . or -.")
     for schema_field in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
         if schema_field in function:
-            raise OvspecError(f"`tools`: {name} has its schema in {schema_field}; give it in parameters.")
+            raise OvspecError(f"`tools`: {name} has its schema in {schema_field}; move it to parameters.")
     if not isinstance(parameters, (Mapping, type(None))):
-        raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, which is an object.")
+        raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, as an object.")
     if not isinstance(function.get("strict", False), (bool, type(None))):
-        raise OvspecError(f"`tools`: strict of {name} must be true or false.")
+        raise OvspecError(f"`tools`: the field strict of {name} must be true or false.")
     if not isinstance(function.get("description") or "", str):
         raise OvspecError(f"`tools`: the description of {name} must be a string.")
     function_fields = {key: value for key, value in function.items() if key != "type" and value is not None}
@@ -86,14 +86,14 @@ EMPTY_SCHEMA = {"type": "object", "properties": {}}
 def describe_function(function: Callable[..., Any]) -> JsonObject:
     """Return name, description and parameters of a Python function, from its type hints and its docstring.
 
-    The docstring is one of Google's style: "Args:" with a line "name: what it is" for each parameter.
+    The docstring is in Google's style: "Args:" with a line "name: description" for each parameter.
     """
-    from pydantic import Field, create_model  # deferred, because few need it
+    from pydantic import Field, create_model  # imported late: few programs use it
     from pydantic.errors import PydanticUserError
 
     function_name = getattr(function, "__name__", None)
     if not isinstance(function_name, str):
-        raise OvspecError(f"`tools` has {function!r:.80}, which has no name; give a function made with def.")
+        raise OvspecError(f"`tools` has {function!r:.80}, a function without a name; define it with def.")
     docstring = inspect.cleandoc(function.__doc__ or "")
     description, _, arguments_text = docstring.partition("Args:\n")
     argument_entries = re.findall(
@@ -109,10 +109,10 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.annotation is parameter.empty:
-            raise OvspecError(f"`tools`: {function_name} needs a type hint for its parameter {name}.")
+            raise OvspecError(f"`tools`: the parameter {name} of {function_name} has no type hint; add it.")
         default = ... if parameter.default is parameter.empty else parameter.default
         argument_note = " ".join(argument_notes[name].split()) if name in argument_notes else None
-        # Under another name, because pydantic has names of its own.
+        # Renamed, because pydantic reserves some names.
         model_fields[f"parameter_{len(model_fields)}"] = (
             parameter.annotation,
             Field(default, alias=name, description=argument_note),
@@ -121,8 +121,8 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
         schema = create_model(function_name, **model_fields).model_json_schema()
     except (PydanticUserError, NameError) as error:
         reason = str(error).split("\n")[0].split(". ")[0]
-        problem = f"`tools`: the type hints of {function_name} make no JSON schema ({reason:.200})"
-        raise OvspecError(f"{problem}; use types that JSON has.") from None
+        problem = f"`tools`: the type hints of {function_name} can't be turned into a JSON schema ({reason:.200})"
+        raise OvspecError(f"{problem}; use JSON types.") from None
     return {
         "name": function_name,
         "description": description.split("\nReturns:")[0].strip(),
@@ -131,7 +131,7 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
 
 
 def remove_titles(schema: JsonValue) -> JsonValue:
-    """Return a schema without the titles that pydantic makes of names."""
+    """Return a schema without pydantic's titles, made from names."""
     if isinstance(schema, list):
         return [remove_titles(subschema) for subschema in schema]
     if not isinstance(schema, dict):
@@ -144,15 +144,15 @@ def remove_titles(schema: JsonValue) -> JsonValue:
 
 
 def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> AllowedCalls:
-    """Return what an answer may call; ``tools`` are OpenAI's, ``tool_choice`` is the option of this name.
+    """Return the allowed calls for ``tools`` in OpenAI's format and the option ``tool_choice``.
 
     Raises:
-        OvspecError: the choice isn't one, or names a tool that isn't there.
+        OvspecError: the choice is malformed, or names an unknown tool.
     """
     tool_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     if tool_choice is None or tool_choice in TOOL_CHOICE_MODES:
         if tool_choice == "required" and not tool_names:
-            raise OvspecError("`tool_choice` is required, which needs `tools`.")
+            raise OvspecError("`tool_choice` is required, but there are no `tools`; add a tool.")
         return AllowedCalls(() if tool_choice == "none" else (*tool_names,), tool_choice == "required")
     choice_type = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
     choice_content = tool_choice.get(choice_type, tool_choice) if choice_type in ("function", "allowed_tools") else None
@@ -166,7 +166,7 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
                 function.get("name") if isinstance(function, Mapping) else None for function in allowed_functions
             ]
             if not allowed_names and choice_content.get("mode") == "required":
-                raise OvspecError("`tool_choice` is required, but allows no tool; name some.")
+                raise OvspecError("`tool_choice` is required, but allows no tool; add a tool.")
             return AllowedCalls(
                 select_requested_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required"
             )
@@ -176,7 +176,7 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
 def select_requested_tool_names(
     requested_names: Sequence[JsonValue], tool_names: Mapping[str, None]
 ) -> tuple[str, ...]:
-    """Return the ``requested_names`` names without repetitions; raises OvspecError for a name that no tool has."""
+    """Return ``requested_names`` without repetitions; raises OvspecError for an unknown name."""
     for name in requested_names:
         if not isinstance(name, str) or name not in tool_names:
             tools_in_words = f"the tools are {', '.join(tool_names)}" if tool_names else "there are no tools"

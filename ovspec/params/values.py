@@ -1,4 +1,4 @@
-"""The values of options: how they are read from the command line, and checked."""
+"""The values of options: checks, and parsers for the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ovspec.params.option import (
 PLURAL_TYPE_NAMES = {str: "strings", int: "whole numbers", float: "numbers"}
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 MAX_SHOWN_CHARACTERS = 80  # characters of a value in an error
-SHORT_REPR = reprlib.Repr()  # a request's value may have megabytes
+SHORT_REPR = reprlib.Repr()  # a value in a request may be megabytes long
 SHORT_REPR.maxstring = SHORT_REPR.maxother = MAX_SHOWN_CHARACTERS
 
 # ---------------------------------------------------------------- checks
@@ -40,7 +40,7 @@ def check_value(value: object, option: Option) -> None:
 
 
 def describe_value_problem(value: object, value_type: TypeForm, limits: NumberLimits | None) -> str | None:
-    """Return the problem of a value that is not of ``value_type`` or is out of range, as the end of a sentence."""
+    """Return the problem of a value of the wrong type or out of range, as the end of a sentence."""
     if not is_of_type(value, value_type):
         if (choices := literal_values(value_type)) and not limits:
             return f"is {describe_value(value)}; it must be one of {', '.join(choices)}"
@@ -85,7 +85,7 @@ def is_of_type(value: object, value_type: TypeForm) -> bool:
 
 
 def check_option_names(options: Mapping[str, object], declarations: Mapping[str, Option]) -> None:
-    """Raise TypeError if ``options`` has a name that isn't declared."""
+    """Raise TypeError if ``options`` has an undeclared name."""
     for name in sorted(options.keys() - declarations.keys()):
         remedy = make_did_you_mean(name, declarations) or f"the options are {', '.join(declarations)}"
         raise TypeError(f"unknown option {name!r}; {remedy}")
@@ -95,9 +95,9 @@ def check_option_names(options: Mapping[str, object], declarations: Mapping[str,
 
 
 def describe_value(value: object) -> str:
-    """Return ``value`` as error messages show it."""
+    """Return ``value`` in the form for error messages."""
     if isinstance(value, (int, float)) and LARGEST_NUMBER < abs(value) < float("inf"):
-        return f"beyond {LARGEST_NUMBER}, the limit of any option"  # Python may refuse to print so many digits
+        return f"beyond {LARGEST_NUMBER}, the limit of any option"  # Python may refuse to print that many digits
     if isinstance(value, Number):
         return str(value)
     return SHORT_REPR.repr(value)[:MAX_SHOWN_CHARACTERS]
@@ -151,7 +151,7 @@ def strip_annotations(value_type: TypeForm) -> TypeForm:
 
 
 def single_value_type(value_type: TypeForm) -> TypeForm:
-    """Return the type of one value of an option that may be repeated; other types as they are."""
+    """Return the type of a single value of a repeatable option; other types as they are."""
     for member_type in union_members(value_type):
         if is_collection_type(member_type) and len(type_arguments := get_args(member_type)) == 1:
             return type_arguments[0]
@@ -159,7 +159,7 @@ def single_value_type(value_type: TypeForm) -> TypeForm:
 
 
 def parse_number_or_text(text: str, value_type: TypeForm) -> int | float | str:
-    """Return the number or string in a text; text that should be a number but isn't stays, for the check to refuse."""
+    """Return the number or string in a text; leave malformed numbers for the check to refuse."""
     try:
         if int in union_members(value_type):
             return int(text)
@@ -195,7 +195,7 @@ def parse_key_value(text: str) -> dict[str, str]:
 
 def parse_folder(text: str) -> Path:
     if Path(text).is_file():
-        raise ValueError(f"{text!r} is a file; name a folder.")
+        raise ValueError(f"{text!r} is a file; give a folder.")
     return Path(text)
 
 
@@ -216,7 +216,7 @@ def parse_json_object(text: str) -> JsonObject:
     except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"{text!r} is neither a file nor a JSON object, as '{{\"enable_thinking\": false}}' is.")
+        raise ValueError(f"{text!r} is neither a file nor a JSON object, such as '{{\"enable_thinking\": false}}'.")
     return content
 
 

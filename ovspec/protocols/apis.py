@@ -1,4 +1,4 @@
-"""The APIs that generate text, each with its requests and replies."""
+"""The APIs for generating text, with their requests and replies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,15 +26,15 @@ from ovspec.protocols.responses.request import read_responses_request
 
 @dataclass(frozen=True)
 class TextApi:
-    """An API that generates text.
+    """An API for generating text.
 
-    summary: of the API, a sentence.
+    summary: a sentence about the API.
     body_type: the type of a request's body.
-    read_body: returns the request in a body; raises RequestError for a request that can't be met.
+    read_body: returns the request in a body; raises RequestError for an invalid request.
     reply_maker: makes whole replies and the events of streams.
     reply_model: the type of a whole reply.
-    id_prefix: of a reply's id.
-    count_fields: further fields of a reply that counts tokens.
+    id_prefix: the prefix of a reply's id.
+    count_fields: further fields of the reply to a request for counting tokens.
     """
 
     summary: str
@@ -50,27 +50,29 @@ read_chat = partial(read_chat_or_completion, kind="chat")
 read_completion = partial(read_chat_or_completion, kind="completion")
 TEXT_APIS = {
     "/v1/chat/completions": TextApi(
-        "Answer a chat.", ChatRequest, read_chat, ChatReplyMaker, ChatCompletion, "chatcmpl-"
+        "Answer a chat (OpenAI's Chat Completions API).", ChatRequest, read_chat, ChatReplyMaker,
+        ChatCompletion, "chatcmpl-",
     ),
     "/v1/completions": TextApi(
-        "Continue texts.", CompletionRequest, read_completion, ChatReplyMaker, Completion, "cmpl-"
+        "Continue texts (OpenAI's Completions API).", CompletionRequest, read_completion, ChatReplyMaker,
+        Completion, "cmpl-",
     ),
     "/v1/responses": TextApi(
-        "Answer a chat that is given as items.", ResponsesRequest, read_responses_request, ResponseReplyMaker, Response,
-        "resp_", {"object": "response.input_tokens"},
+        "Answer a chat (OpenAI's Responses API).", ResponsesRequest, read_responses_request, ResponseReplyMaker,
+        Response, "resp_", {"object": "response.input_tokens"},
     ),
     "/v1/messages": TextApi(
-        "Answer a conversation, as Anthropic's API does.", MessagesRequest, read_messages_request, MessageReplyMaker,
+        "Answer a chat (Anthropic's Messages API).", MessagesRequest, read_messages_request, MessageReplyMaker,
         Message, "msg_",
     ),
     "/infill": TextApi(
-        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, read_infill_request,
+        "Fill a gap in a text, for llama.cpp's editor plugins.", InfillRequest, read_infill_request,
         InfillReplyMaker, InfillReplies, "infill-",
     ),
 }  # fmt: skip
-# The paths that count the tokens of a request's prompt, each with the path of the API whose requests it takes.
+# Paths for counting the tokens of a request's prompt -> the path of the API with these requests.
 COUNT_PATHS = {"/v1/responses/input_tokens": "/v1/responses", "/v1/messages/count_tokens": "/v1/messages"}
-# The bodies of all requests that have one.
+# Path -> body, for all requests with bodies.
 BODY_TYPES: dict[str, type[BaseModel]] = {
     **{path: api.body_type for path, api in TEXT_APIS.items()},
     **{path: TEXT_APIS[api].body_type for path, api in COUNT_PATHS.items()},

@@ -1,4 +1,4 @@
-"""The bodies of requests: pydantic models made from the declarations of the options."""
+"""The bodies of requests: pydantic models made from the declarations of options."""
 
 import json
 import types
@@ -32,24 +32,24 @@ from ovspec.protocols.unsupported import (
     REFUSED_TEXT_FIELDS,
 )
 
-MAX_NAME_LENGTH = 80  # characters of a client's name for a field
-MAX_NAMED_FIELDS = 16  # fields that a reply names
+MAX_NAME_LENGTH = 80  # characters of an unknown field's name
+MAX_NAMED_FIELDS = 16  # ignored fields listed in a reply
 FieldDefinitions = dict[str, Any]  # of name -> (type, field), for pydantic's create_model
-FAIL_FAST = Field(fail_fast=True)  # pydantic would keep an error for each wrong item
+FAIL_FAST = Field(fail_fast=True)  # otherwise pydantic collects an error per wrong item
 TOKEN_IDS = Annotated[list[int], FAIL_FAST]
 CHAT_MESSAGES = Annotated[list[JsonObject], Field(min_length=1), FAIL_FAST]
-# Fields of a message: OpenAI's, and those of chat templates. The last is refused.
+# Fields of a message, from OpenAI's API and from chat templates. The last field is refused.
 MESSAGE_FIELDS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking",
     "function_call",
 }  # fmt: skip
 TEXT_PART_FIELDS = {"type", "text"}  # of a message's content
-# Descriptions of fields that other servers have.
+# Descriptions of other servers' fields.
 HAS_NO_EFFECT = "Has no effect."
 NOT_SUPPORTED = "Not supported."
-# Options that the command sets for all lines of a batch file, and a request to the server for itself.
+# Options set by the command for all lines of a batch file, but by each request on a server.
 SERVER_OPTIONS = ("accept", "lookahead")
-# The option of each field: options that a request may set, by our names and OpenAI's.
+# Field -> option, for all options open to requests, under our names and OpenAI's.
 OPTION_OF_FIELD = {
     field_name: name
     for name, option in GENERATE_OPTIONS.items()
@@ -59,7 +59,7 @@ OPTION_OF_FIELD = {
 
 
 class RequestError(OvspecError):
-    """A request can't be met. ``param``: the field that is wrong."""
+    """A request can't be met. ``param``: the wrong field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null_fields(cls, body: JsonValue) -> JsonValue:
-        """Leave out fields that are null, which clients send for unset ones, and all unknown fields but the first."""
+        """Leave out null fields, sent by clients for unset fields, and all unknown fields but the first."""
         if not isinstance(body, dict):
             return body
         fields = {name: value for name, value in body.items() if value is not None}
@@ -83,7 +83,7 @@ class RequestBody(BaseModel):
 
 
 def require_neutral_value(neutral_values: tuple[JsonValue, ...], advice: str, value: JsonValue) -> JsonValue:
-    """Return ``value`` if it is neutral, so changes nothing; raises PydanticCustomError otherwise."""
+    """Return ``value`` if it is neutral, without effect; raises PydanticCustomError otherwise."""
     if value in neutral_values:
         return value
     allowed_values = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
@@ -94,12 +94,12 @@ def require_neutral_value(neutral_values: tuple[JsonValue, ...], advice: str, va
 
 
 def define_ignored_fields(*fields: str) -> FieldDefinitions:
-    """Return fields that are accepted and ignored."""
+    """Return accepted but ignored fields."""
     return {field: (JsonValue, Field(None, description=HAS_NO_EFFECT)) for field in fields}
 
 
 def define_refused_fields(neutral_values: Mapping[str, tuple[JsonValue, ...]]) -> FieldDefinitions:
-    """Return fields that are refused unless they have one of the neutral values in this table."""
+    """Return fields refused except with their neutral values in this table."""
     return {field: define_refused_field(field, values) for field, values in neutral_values.items()}
 
 
@@ -111,19 +111,20 @@ def define_refused_field(field: str, neutral_values: tuple[JsonValue, ...]) -> t
 
 
 class ChatEndingFields(RequestBody):
-    """How the prompt of a chat ends."""
+    """The fields for the end of a chat's prompt."""
 
     continue_final_message: bool | None = Field(
         None,
-        description="Continue the last message, which must be the assistant's, without calls. Default: whether it is.",
+        description="Continue the last message, an assistant message without tool calls. Default: true for such a "
+        "message.",
     )
     add_generation_prompt: bool | None = Field(
-        None, description="Begin an answer. False only where the last message is continued."
+        None, description="Begin an answer; false only if the last message is continued."
     )
 
 
 def make_option_validator(value_type: Any, limits: NumberLimits | None = None) -> PlainValidator:
-    """Return the validator of a field that checks its values as an option's."""
+    """Return a field's validator, with the checks of an option."""
     return PlainValidator(
         partial(check_option_value, value_type, limits), json_schema_input_type=json_type_of(value_type) | None
     )
@@ -139,7 +140,7 @@ def check_option_value(value_type: Any, limits: NumberLimits | None, value: Json
 
 
 def with_integer_keys(value: JsonValue) -> JsonValue:
-    """Return a mapping of token ids, which are strings as keys in JSON; other values as they are."""
+    """Return a mapping with integer token ids in place of JSON's string keys; other values as they are."""
     try:
         return {int(token_id): bias for token_id, bias in value.items()}
     except (AttributeError, TypeError, ValueError):
@@ -147,7 +148,7 @@ def with_integer_keys(value: JsonValue) -> JsonValue:
 
 
 def json_type_of(value_type: Any) -> Any:
-    """Return the type that a value of an option has in JSON."""
+    """Return the JSON type of an option's value."""
     origin: Any = get_origin(value_type)
     type_arguments = get_args(value_type)
     if origin in (Union, types.UnionType):
@@ -185,24 +186,24 @@ OPTION_FIELDS: FieldDefinitions = {
 
 
 def option_fields_except(*options: str) -> FieldDefinitions:
-    """Return the fields of all options but these, which an API has in another form."""
+    """Return the fields of all options except ``options``, which have another form in an API."""
     return {name: field for name, field in OPTION_FIELDS.items() if OPTION_OF_FIELD[name] not in options}
 
 
 class TextRequestBody(RequestBody):
-    """The fields that all requests for texts have, in any API.
+    """The common fields of all requests for texts, in any API.
 
-    replacement_by_field: other APIs' fields, each with the field that replaces it.
+    replacement_by_field: other APIs' fields -> this API's.
     """
 
     replacement_by_field: ClassVar[dict[str, str]] = {}
-    model: str | None = Field(None, description="The model's name; any will do, unless the server is strict.")
-    stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
+    model: str | None = Field(None, description="The model's name; any name is accepted, unless the server is strict.")
+    stream: bool | None = Field(None, description="Stream the text as server-sent events.")
     draft: str | None = Field(
-        None, description='What may propose tokens: "none", or some of what the server was started with.'
+        None, description='Drafters for this request: "none", or a subset of the server\'s drafters.'
     )
     return_record: bool | None = Field(
-        None, description="Add to each text the record that 'ovspec verify' checks; it names the model's folder."
+        None, description="Add a record for 'ovspec verify' to each text; it includes the path of the model's folder."
     )
 
 
@@ -221,13 +222,13 @@ class OtherServersFields(
         **define_refused_fields(REFUSED_PROMPT_FIELDS | REFUSED_TEXT_FIELDS),
     )
 ):
-    """The fields that clients of other servers send; a batch file doesn't have them."""
+    """The fields of other servers' clients; not for batch files."""
 
 
 def keep_known_fields(
     fields: JsonObject, known_fields: Collection[str], parent: str, ignored: dict[str, None]
 ) -> JsonObject:
-    """Return an object without its unknown fields, whose names, after ``parent``, go to ``ignored``."""
+    """Return an object without unknown fields; their names, with the prefix ``parent``, go to ``ignored``."""
     unknown_fields = (field for field, value in fields.items() if field not in known_fields and value not in (None, []))
     for field in islice(unknown_fields, MAX_NAMED_FIELDS - len(ignored)):
         ignored[f"{parent}.{field[:MAX_NAME_LENGTH]}"] = None

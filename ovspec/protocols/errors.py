@@ -10,17 +10,17 @@ ERROR_TYPES |= {501: "not_supported_error"}  # llama.cpp's
 ANTHROPIC_ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code
-ANTHROPIC_TOO_LONG = "Prompt is too long"  # Anthropic's words, at which agents make their conversations shorter
+ANTHROPIC_TOO_LONG = "Prompt is too long"  # Anthropic's wording; agents react by shortening the conversation
 
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Why a request can't be met.
+    """The reason for refusing a request, or failing at it.
 
-    status: HTTP's.
-    message: a sentence that says what to do.
-    param: the field that is wrong.
-    code: a word for programs, such as "model_not_found".
+    status: the HTTP status.
+    message: a sentence with the problem and the remedy.
+    param: the wrong field.
+    code: a code for programs, such as "model_not_found".
     """
 
     status: int
@@ -30,25 +30,25 @@ class RequestFailure:
 
 
 class OpenAIErrorDetail(BaseModel):
-    message: str = Field(description="A sentence that says what to do.")
+    message: str = Field(description="The problem and the remedy.")
     type: str = Field(description='The kind of error, such as "invalid_request_error".')
-    param: str | None = Field(description="The field that is wrong.")
-    code: str | None = Field(description='A word for programs, such as "model_not_found".')
+    param: str | None = Field(description="The wrong field.")
+    code: str | None = Field(description='A code for programs, such as "model_not_found".')
 
 
 class OpenAIErrorBody(BaseModel):
-    """The body of every answer that is an error, but of /v1/messages."""
+    """The body of every error except for /v1/messages."""
 
     error: OpenAIErrorDetail
 
 
 class AnthropicErrorDetail(BaseModel):
     type: str = Field(description='The kind of error, such as "invalid_request_error".')
-    message: str = Field(description="A sentence that says what to do.")
+    message: str = Field(description="The problem and the remedy.")
 
 
 class AnthropicErrorBody(BaseModel):
-    """The body of an answer of /v1/messages that is an error."""
+    """The body of an error of /v1/messages."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -56,7 +56,7 @@ class AnthropicErrorBody(BaseModel):
 
 
 def make_openai_error(failure: RequestFailure) -> OpenAIErrorBody:
-    """Return an error as OpenAI's API has it."""
+    """Return an error in the form of OpenAI's API."""
     status = failure.status
     default_type = "invalid_request_error" if status < 500 else "server_error"
     error_type = ERROR_TYPES.get(status, default_type)
@@ -67,7 +67,7 @@ def make_openai_error(failure: RequestFailure) -> OpenAIErrorBody:
 
 
 def make_anthropic_error(failure: RequestFailure, request_id: str | None = None) -> AnthropicErrorBody:
-    """Return an error as Anthropic's API has it."""
+    """Return an error in the form of Anthropic's API."""
     status = failure.status
     default_type = "invalid_request_error" if status < 500 else "api_error"
     error_type = (ERROR_TYPES | ANTHROPIC_ERROR_TYPES).get(status, default_type)

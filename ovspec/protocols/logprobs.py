@@ -1,4 +1,4 @@
-"""The tokens of an answer, with their places in its text and their log-probabilities."""
+"""The tokens of an answer, with their positions in its text and their log-probabilities."""
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -12,12 +12,12 @@ from ovspec.engine.scoring import LOGITS_CHUNK_TOKENS, compute_predicting_logits
 from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
-SMALL_CHUNK_TOKENS = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
+SMALL_CHUNK_TOKENS = 8  # prompt tokens per inference for log-probabilities, while texts wait
 
 
 @dataclass(frozen=True)
 class PlacedToken:
-    """A token in an answer: its position in the text, and its log-probability, which a prompt's first token lacks."""
+    """A token in an answer: its position in the text, and its log-probability, None for a prompt's first token."""
 
     token_id: int
     offset: int
@@ -26,7 +26,7 @@ class PlacedToken:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that the reply repeats: its text, and its tokens if log-probabilities were requested."""
+    """A prompt repeated in the reply: its text, and its tokens if log-probabilities were requested."""
 
     text: str = ""
     tokens: list[PlacedToken] | None = None
@@ -36,17 +36,17 @@ NO_ECHO = Echo()
 
 
 class PlacedTokenStream:
-    """The generated tokens of a text, each with the piece of text that it has added to, without a stop string's tokens.
+    """The generated tokens of a text with their positions, without a stop string's tokens.
 
-    text_begin: characters before the text.
+    text_begin: number of characters before the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, text_begin: int) -> None:
         self._tokenizer = tokenizer
         self._text_begin = text_begin
         self._text_length = 0
-        self._pending_tokens: list[PlacedToken] = []  # their offsets count from the first token, which may be healed
-        self._healed_length: int | None = None  # characters of the prompt that the first token spells again
+        self._pending_tokens: list[PlacedToken] = []  # offsets from the first token, possibly healed
+        self._healed_length: int | None = None  # characters of the prompt repeated by the first token
         # All tokens and text until the healed length is known.
         self._token_ids: list[int] = []
         self._text = ""
@@ -54,7 +54,7 @@ class PlacedTokenStream:
         self._offset = 0
 
     def push(self, piece: Piece) -> list[PlacedToken]:
-        """Return the tokens whose text is complete with this piece, with their log-probabilities."""
+        """Return the tokens completed by this piece, with their log-probabilities."""
         self._text_length += len(piece.text)
         for token_id, logprob in zip(piece.token_ids, piece.logprobs or [], strict=True):
             self._pending_tokens.append(PlacedToken(token_id, self._offset, logprob))
@@ -73,7 +73,7 @@ class PlacedTokenStream:
 
 
 def place_chat_tokens(piece: Piece) -> list[PlacedToken]:
-    """Return the tokens of a piece of a chat's reply, where offsets in the text mean nothing."""
+    """Return the tokens of a piece of a chat's reply; offsets have no meaning in chats."""
     tokens = zip(piece.token_ids, piece.logprobs or [], strict=True)
     return [PlacedToken(token_id, 0, logprob) for token_id, logprob in tokens]
 
@@ -81,13 +81,13 @@ def place_chat_tokens(piece: Piece) -> list[PlacedToken]:
 def make_echo(
     tokenizer: Tokenizer, prompt: Prompt, token_ids: list[int], logprobs: list[TokenLogprob | None] | None
 ) -> Echo:
-    """Return the echo of a prompt with these token ``token_ids``."""
+    """Return the echo of a prompt with the tokens ``token_ids``."""
     text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)
     if logprobs is None:
         return Echo(text)
     detokenizer = tokenizer.make_detokenizer()
     placed_tokens = list[PlacedToken]()
-    offset = len(text) - len(tokenizer.decode(token_ids))  # -1 for a space that some tokenizers put in front
+    offset = len(text) - len(tokenizer.decode(token_ids))  # -1 for some tokenizers' leading space
     for token_id, logprob in zip(token_ids, logprobs, strict=True):
         placed_tokens.append(PlacedToken(token_id, max(0, offset), logprob))
         offset += len(detokenizer.push(token_id))
@@ -101,7 +101,7 @@ def compute_prompt_logprobs(
 
     Args:
         top_count: the number of most likely tokens at each position.
-        max_chunk: returns the most tokens that the next inference may read.
+        max_chunk: returns the maximum number of tokens for the next inference.
     """
     logprobs: list[TokenLogprob | None] = [None]
     decoders = lm.runtime.decoder_pool.acquire()
@@ -121,7 +121,7 @@ def compute_prompt_logprobs(
 def compute_logprobs_between_rounds(
     lm: LanguageModel, engine: EngineThread, prompt_ids: list[int], top_count: int
 ) -> Future[list[TokenLogprob | None]]:
-    """Let the engine compute the log-probabilities of a prompt's tokens, without holding up texts."""
+    """Compute the log-probabilities of a prompt's tokens in the engine, without delaying texts."""
     steps = compute_prompt_logprobs(
         lm, prompt_ids, top_count, lambda: SMALL_CHUNK_TOKENS if engine.running_row_count else LOGITS_CHUNK_TOKENS
     )

@@ -1,4 +1,4 @@
-"""Makes the body of a request from a JSON value, and errors for invalid values."""
+"""Parses the body of a request from a JSON value, with errors for invalid values."""
 
 from functools import cache
 from itertools import islice
@@ -26,7 +26,7 @@ from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 
 NOT_AN_OBJECT = "The body must be a JSON object."
 B = TypeVar("B", bound=BaseModel)
-# The requests whose fields an error on another request's unknown field names.
+# The requests mentioned in errors about unknown fields of other requests.
 BODIES_WITH_FIELDS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -37,26 +37,26 @@ BODIES_WITH_FIELDS: dict[str, type[BaseModel]] = {
 
 @cache
 def map_foreign_fields_to_paths(body_type: type[BaseModel]) -> dict[str, str]:
-    """Return the fields that a request for texts lacks and another request has, with the path of that request."""
+    """Return other requests' fields, missing in this request for texts -> the path of the other request."""
     if not issubclass(body_type, TextRequestBody) or body_type is BatchLineBody:
         return {}
     return {
         field_name: request_path
-        for request_path, other_body_type in reversed(BODIES_WITH_FIELDS.items())  # of several, the first is named
+        for request_path, other_body_type in reversed(BODIES_WITH_FIELDS.items())  # of several paths, the first stays
         for field_name, field in other_body_type.model_fields.items()
         if field_name not in body_type.model_fields and field.description not in (HAS_NO_EFFECT, NOT_SUPPORTED)
     }
 
 
 def drop_unknown_fields(body_json: JsonValue, body_type: type[BaseModel]) -> tuple[JsonValue, list[str]]:
-    """Return a request's JSON without the fields that no request has, and the names of the first such fields."""
+    """Return a request's JSON without fields unknown to all requests, and the names of the first such fields."""
     if not isinstance(body_json, dict):
         return body_json, []
     known_fields = body_type.model_fields.keys() | map_foreign_fields_to_paths(body_type).keys()
     fields = {name: field for name, field in body_json.items() if name in known_fields}
     unknown_fields = (name for name, field in body_json.items() if name not in known_fields and field is not None)
     ignored = [*islice(unknown_fields, MAX_NAMED_FIELDS)]
-    if "stream_options" in fields:  # the only field with fields of its own
+    if "stream_options" in fields:  # the only field with subfields
         fields["stream_options"], ignored_options = drop_unknown_fields(fields["stream_options"], StreamOptions)
         ignored += [f"stream_options.{name}" for name in ignored_options]
     if isinstance(fields.get("messages"), list) and issubclass(body_type, (ChatBody, BatchLineBody, TokenizeRequest)):
@@ -68,7 +68,7 @@ def drop_unknown_fields(body_json: JsonValue, body_type: type[BaseModel]) -> tup
 
 
 def drop_unknown_message_fields(message: JsonValue, ignored: dict[str, None]) -> JsonValue:
-    """Return a message without the fields that no message has, whose names go to ``ignored``."""
+    """Return a message without unknown fields; their names go to ``ignored``."""
     if not isinstance(message, dict):
         return message
     message = keep_known_fields(message, MESSAGE_FIELDS, "messages", ignored)
@@ -85,7 +85,7 @@ def drop_unknown_part_fields(part: JsonValue, ignored: dict[str, None]) -> JsonV
 
 
 def validate_body(body_json: JsonValue, body_type: type[B]) -> B:
-    """Return a request's JSON as a ``body_type``; raises RequestError for the first field that is wrong."""
+    """Return a request's JSON as a ``body_type``; raises RequestError for the first wrong field."""
     try:
         return body_type.model_validate(body_json)
     except ValidationError as error:
@@ -117,7 +117,7 @@ def describe_invalid_field(error: ErrorDetails, body_type: type[BaseModel]) -> t
 
 
 def suggest_field(field_name: str, body_type: type[BaseModel]) -> str:
-    """Return the advice for a field that a body doesn't have, as the end of a sentence."""
+    """Return the advice for an unknown field of a body, as the end of a sentence."""
     if request_path := map_foreign_fields_to_paths(body_type).get(field_name):
         replacement = getattr(body_type, "replacement_by_field", {}).get(field_name)
         return f", but of {request_path}; {f'give {replacement}' if replacement else 'leave it out'}."

@@ -1,4 +1,4 @@
-"""The parts that the replies of all APIs share, and their protocol: whole, or as the events of a stream."""
+"""The common parts of all APIs' replies, and their protocol: whole, or as the events of a stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ Events = Sequence[BaseModel | bytes]  # bytes are a complete event
 
 
 class ReplyModel(BaseModel):
-    """A part of a reply; only fields that were set are sent."""
+    """A part of a reply; unset fields aren't sent."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 @dataclass
 class ReplyInputs:
-    """A request and its texts, from which its reply is made.
+    """A request and its texts, for making its reply.
 
     identity: the fields that the reply begins with; see ``new_reply_identity``.
     rows: ``n`` for each prompt, in the order of the prompts.
@@ -45,12 +45,12 @@ class ReplyInputs:
 
     @property
     def texts_per_prompt(self) -> int:
-        """The number of texts for each prompt."""
+        """The number of texts per prompt."""
         return len(self.rows) // len(self.request.prompts)
 
 
 class ReplyMaker(Protocol):
-    """The reply to a request in the shape of one API: whole, or as the events of a stream."""
+    """The reply to a request in an API's form: whole, or as the events of a stream."""
 
     def __init__(self, reply_inputs: ReplyInputs) -> None: ...
 
@@ -63,7 +63,7 @@ class ReplyMaker(Protocol):
         return []
 
     def piece_events(self, index: int, piece: Piece, /) -> Events:
-        """Return the events for a piece of the row ``index``; none if it adds nothing to the reply."""
+        """Return the events for a piece of the row ``index``; possibly none."""
         ...
 
     def last_events(self) -> Events:
@@ -71,9 +71,9 @@ class ReplyMaker(Protocol):
         return []
 
     def keep_alive_events(self) -> Events:
-        """Return the events that show a client that its silent stream is alive."""
+        """Return the keep-alive events of a silent stream."""
         return [KEEP_ALIVE_EVENT]
 
     def failure_events(self, failure: RequestFailure) -> Events:
-        """Return the events that end the stream after a failure."""
+        """Return the final events after a failure."""
         return [make_openai_error(failure)]

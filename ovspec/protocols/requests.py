@@ -1,4 +1,4 @@
-"""A request for texts, whichever API it came by: prompts, and the options that it sets."""
+"""A request for texts in any API: prompts and options."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,46 +19,44 @@ from ovspec.text.infill import InfillPrompt
 
 RequestKind = Literal["batch_line", "completion", "chat", "response", "message", "infill"]
 CHAT_KINDS = ("chat", "response", "message")
-# Where requests have their prompts.
+# Kind of request -> the field with its prompts.
 PROMPT_FIELDS = {"chat": "messages", "response": "input", "message": "messages", "infill": "input_prefix"}
 
-IgnoredNames = dict[str, None]  # the names of fields and parts that are left out; at most MAX_NAMED_FIELDS
+IgnoredNames = dict[str, None]  # names of ignored fields and parts; at most MAX_NAMED_FIELDS
 
 
 @dataclass
 class Overrides:
-    """The options that a request sets.
+    """The options set by a request.
 
-    values: of the options, by our names.
-    client_names: the client's name for each option that it sets by another name.
+    values: the options' values, by our names.
+    client_names: the client's names for options set by other names.
     """
 
     values: JsonObject = field(default_factory=dict)
     client_names: dict[str, str] = field(default_factory=dict)
 
     def set_option(self, option: str, value: JsonValue, client_name: str) -> None:
-        """Set an option from a field; raises RequestError if another field has set it to something else."""
+        """Set an option from a field; raises RequestError if another field has set another value."""
         if self.values.setdefault(option, value) != value:
             other_name = self.client_names.get(option, option)
-            raise RequestError(
-                f"`{other_name}` and `{client_name}` ask for different things; leave one of them out.", client_name
-            )
+            raise RequestError(f"`{other_name}` and `{client_name}` contradict each other; leave one out.", client_name)
         self.client_names.setdefault(option, client_name)
 
     def set_schema(self, schema: JsonValue, client_name: str) -> None:
-        """Set the schema in a field, which can't be combined with a grammar."""
+        """Set the schema from a field; raises RequestError for a grammar next to it."""
         for grammar in GRAMMAR_OPTIONS:
             if grammar in self.values and self.client_names.get(grammar, grammar) == grammar:
-                message = f"`{client_name}` and `{grammar}` can't be combined; leave one of them out."
+                message = f"`{client_name}` and `{grammar}` can't be combined; leave one out."
                 raise RequestError(message, client_name)
         self.set_option("json_schema", schema, client_name)
 
     def apply_to(self, defaults: Params, kind: RequestKind) -> Params:
-        """Return the params of a request: its own options, and the defaults that fit them."""
+        """Return the params of a request: its own options, and compatible defaults."""
         values = self.values
         is_greedy = not values.get("temperature", defaults.temperature)
         if is_greedy and kind != "batch_line":
-            # Clients send these to greedy requests, whose text they can't change, and editors ask for several texts.
+            # Clients send these options without effect with greedy requests, and editors request several texts.
             options_without_effect = {*TRUNCATING_OPTIONS}
             if kind == "infill":
                 options_without_effect.add("n")
@@ -67,7 +65,7 @@ class Overrides:
         unset_options = [*GRAMMAR_OPTIONS, "constrain_from"] if has_grammar else []
         if (values.get("json_schema") if has_grammar else defaults.json_schema) is None:
             unset_options += SCHEMA_OPTIONS
-            if values.get("tools") and defaults.json_schema is None:  # the server's mode is for tools, too
+            if values.get("tools") and defaults.json_schema is None:  # the server's mode applies to tools, too
                 unset_options.remove("json_schema_mode")
         if values.get("temperature") == 0:
             unset_options += TRUNCATING_OPTIONS
@@ -78,7 +76,7 @@ class Overrides:
 
     @contextmanager
     def errors_with_client_names(self) -> Iterator[None]:
-        """Name options in errors as the client does."""
+        """Use the client's names of options in errors."""
         try:
             yield
         except (PromptError, UnavailableError):
@@ -99,16 +97,16 @@ class TextRequest:
     overrides: Overrides = field(default_factory=Overrides)
     model: str | None = None
     echo: bool = False
-    only_prompts: bool = False  # no token is generated: the prompts are read into the KV cache, or only repeated
+    only_prompts: bool = False  # without generated tokens: only prefill, or only an echo
     stream: bool = False
     include_usage: bool = False
     return_record: bool = False
     return_token_sources: bool = False
     with_timings: bool = False
     draft: str | None = None
-    body: Any = None  # as it came, for replies that repeat parts of it
-    model_context_length: int | None = None  # the model's, in tokens, if known
-    ignored: tuple[str, ...] = ()  # names of fields and parts that are left out
+    body: Any = None  # unchanged, for replies with parts of it
+    model_context_length: int | None = None  # in tokens, if known
+    ignored: tuple[str, ...] = ()  # names of ignored fields and parts
 
     @property
     def prompt_field(self) -> str:
@@ -122,7 +120,7 @@ class TextRequest:
 
     @property
     def is_infill(self) -> bool:
-        """Whether texts are generated between others."""
+        """Whether the request is for filling gaps."""
         return isinstance(self.prompts[0], InfillPrompt)
 
     @property
@@ -133,14 +131,14 @@ class TextRequest:
 
 
 def count_texts(body: TextRequestBody) -> int:
-    """Return the number of texts that a body asks for."""
+    """Return the number of texts requested by a body."""
     prompt: Any = getattr(body, "prompt", None)
     n = getattr(body, "n", None) or getattr(body, "n_cmpl", None) or 1
     return n * len(prompt) if is_nonempty_prompt_list(prompt) else n
 
 
 def may_compile_grammar(body: TextRequestBody) -> bool:
-    """Return whether a body has a grammar or tools, which may take long to compile."""
+    """Return whether a body has a grammar or tools, with possibly long compilation."""
     answer_formats = [(getattr(body, name, None) or {}).get("format") for name in ("text", "output_config")]
     answer_formats += [getattr(body, name, None) for name in ("response_format", "output_format")]
     if any(format and format.get("type") != "text" for format in answer_formats if isinstance(format, dict)):
@@ -150,24 +148,22 @@ def may_compile_grammar(body: TextRequestBody) -> bool:
 
 
 def read_overrides(body: RequestBody) -> Overrides:
-    """Return the options whose fields a body sets."""
+    """Return the options set in a body."""
     overrides = Overrides()
-    for field_name, option in OPTION_OF_FIELD.items():  # of an option's names ours comes first
+    for field_name, option in OPTION_OF_FIELD.items():  # an option's own name comes before its aliases
         if field_name not in body.model_fields_set:
             continue
         value = getattr(body, field_name)
         if overrides.values.setdefault(option, value) != value:
             other_name = overrides.client_names[option]
-            message = (
-                f"`{other_name}` and `{field_name}` are names of the same option, but their values differ; give one."
-            )
+            message = f"`{other_name}` and `{field_name}` name the same option, but their values differ; leave one out."
             raise RequestError(message, other_name)
         overrides.client_names.setdefault(option, field_name)
     return overrides
 
 
 def refuse_unknown_fields(fields: Iterable[str], known_fields: Collection[str], message: str, param: str) -> None:
-    """Raise RequestError for the first field that isn't known; ``message`` has ``{name}`` for its name."""
+    """Raise RequestError for the first unknown field; ``message`` has ``{name}`` for its name."""
     for field_name in fields:
         if field_name not in known_fields:
             remedy = make_did_you_mean(field_name, known_fields) or "leave it out."
@@ -175,16 +171,16 @@ def refuse_unknown_fields(fields: Iterable[str], known_fields: Collection[str], 
 
 
 def count_message_characters(message: Message) -> int:
-    """Return the number of characters in a message that ``to_template_message`` has made."""
+    """Return the number of characters in a message made by ``to_template_message``."""
     return len(message["content"]) + count_json_characters(message.get("tool_calls"))
 
 
 def count_json_characters(values: list[JsonObject] | None) -> int:
-    """Return about how many characters values take as JSON; 0 for none."""
+    """Return the approximate length of values as JSON; 0 for none."""
     return len(repr(values)) if values else 0
 
 
 def add_ignored(name: str, ignored: IgnoredNames) -> None:
-    """Add a name to ``ignored``, unless there are enough."""
+    """Add a name to ``ignored``, up to its limit."""
     if len(ignored) < MAX_NAMED_FIELDS:
         ignored[name] = None

@@ -8,8 +8,8 @@ from ovspec.protocols.reply import ReplyModel
 
 
 class Timings(ReplyModel):
-    cache_n: int = Field(description="Tokens of the prompt that were in the KV cache already.")
-    prompt_n: int = Field(description="Tokens of the prompt that were read.")
+    cache_n: int = Field(description="Prompt tokens found in the KV cache.")
+    prompt_n: int = Field(description="Prompt tokens prefilled.")
     prompt_ms: float
     prompt_per_token_ms: float
     prompt_per_second: float
@@ -17,7 +17,7 @@ class Timings(ReplyModel):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
-    draft_n: int = Field(0, description="Proposed tokens, if there were any.")
+    draft_n: int = Field(0, description="Proposed tokens, if any.")
     draft_n_accepted: int = 0
 
 
@@ -38,8 +38,8 @@ class TokenSource(ReplyModel):
 
 
 def make_llamacpp_timings(stats: Stats) -> Timings:
-    """Return the counts and times of a text as llama.cpp reports them."""
-    # Without a token, all time was the prompt's.
+    """Return the counts and times of a text in llama.cpp's form."""
+    # Without generated tokens, all time belongs to the prompt.
     total_ms = stats.target_ms + stats.draft_ms + stats.other_ms
     prompt_ms = stats.ttft_ms if stats.generated_tokens else total_ms
     timings: JsonObject = {"cache_n": stats.cached_tokens}
@@ -52,7 +52,7 @@ def make_llamacpp_timings(stats: Stats) -> Timings:
 
 
 def make_phase_timings(phase: str, token_count: int, duration_ms: float) -> JsonObject:
-    """Return the fields for the tokens of a phase that took ``duration_ms`` milliseconds."""
+    """Return the fields for the tokens of a phase of ``duration_ms`` milliseconds."""
     return {
         f"{phase}_n": token_count,
         f"{phase}_ms": duration_ms,

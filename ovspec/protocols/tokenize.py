@@ -19,13 +19,13 @@ class TokenizeRequest(
     model: str | None = Field(None, description="The model's name.")
     prompt: str | None = Field(None, description="The text to encode.")
     content: str | None = Field(None, description="The text to encode, under llama.cpp's name.")
-    messages: CHAT_MESSAGES | None = Field(None, description="A chat, which the chat template renders.")
+    messages: CHAT_MESSAGES | None = Field(None, description="A chat, to be rendered with the chat template.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template; only with messages."
     )
     tools: list[dict[str, Any]] | None = Field(None, description="The chat's tools; only with messages.")
     add_special_tokens: bool | None = Field(
-        None, description="Whether the text begins with the model's BOS; not with messages. Default: true."
+        None, description="Add the model's BOS at the beginning; not with messages. Default: true."
     )
     add_special: bool | None = Field(None, description="llama.cpp's name for add_special_tokens.")
     with_pieces: bool | None = Field(None, description="Return each token as an object with its id and its piece.")

@@ -1,14 +1,14 @@
-"""Fields of OpenAI's, llama.cpp's and vLLM's requests that ovspec doesn't have: the ignored and the refused ones."""
+"""Unsupported fields in requests of OpenAI, llama.cpp and vLLM: ignored or refused."""
 
 from ovspec.base.json_types import JsonValue
 
-# Accepted and ignored, in batch files, too: OpenAI's that don't affect the text.
+# Accepted and ignored, also in batch files: OpenAI's fields without effect on the text.
 FIELDS_WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 # Accepted and ignored by the server.
 FIELDS_IGNORED_BY_SERVER = (
     # OpenAI's, and fields that its agents add
     *("client_metadata", "prediction", "prompt_cache_options", "prompt_cache_retention"),
-    # llama.cpp's: its slots, its progress, and settings of samplers that are off
+    # llama.cpp's: slots, progress, and settings of disabled samplers
     *("backend_sampling", "cache_prompt", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "reasoning_control"),
     *("return_progress", "slot_id", "sse_ping_interval", "timings_per_token"),
     *("adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
@@ -18,7 +18,7 @@ FIELDS_IGNORED_BY_SERVER = (
     *("priority", "request_id", "return_mm_kwargs", "return_token_offsets", "session_id", "stream_interval"),
     "truncation_side",
 )
-# Refused by the server, unless the value is one of these, which have no effect: ovspec doesn't support the others.
+# Refused by the server, except with these values without effect: ovspec doesn't support other values.
 REFUSED_PROMPT_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),

@@ -1,6 +1,6 @@
-"""Constrains an assistant's answer part by part: thinking and text are free, tool calls and formats are not.
+"""Constrains an assistant's answer part by part: thinking and text are free, tool calls and formats are constrained.
 
-A call that has begun can only go on validly. Before it, only tokens that would begin an invalid call are masked.
+A call, once begun, can continue only validly. Before it, only tokens that would begin an invalid call are masked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ovspec.sampling.tool_grammar import (
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import WHITESPACE, AnswerFormat, AnswerReadingState, PhaseTag, is_token_mark, split_by_phase
 
-# (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the constraint of
-# the rest. The first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError if it doesn't allow it.
+# (tokens before the grammar, the generated part of its text: bytes, and ids of tags) -> the constraint of the rest. The
+# first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError for a disallowed part.
 MakeGrammarConstraint = Callable[[int, list[bytes | int]], GrammarConstraint]
 
 
@@ -34,8 +34,8 @@ MakeGrammarConstraint = Callable[[int, list[bytes | int]], GrammarConstraint]
 class AnswerPosition:
     """The state of an answer after some tokens.
 
-    thinking_count: number of tokens of thinking so far; after it, at most the budget.
-    grammar_constraints: of the following text; one of them allows it.
+    thinking_count: number of tokens of thinking so far; after thinking, at most the budget.
+    grammar_constraints: of the following text; at least one allows it.
     """
 
     state: AnswerReadingState
@@ -44,15 +44,15 @@ class AnswerPosition:
 
 
 class AnswerConstraint(Constraint):
-    """Keeps the parts of an answer that aren't free within a grammar.
+    """Keeps the constrained parts of an answer within a grammar.
 
     Args:
         prompt_length: number of tokens of the prompt.
-        answer_format: how answers are written.
+        answer_format: the format of answers.
         vocabulary: the tokens by their bytes.
         make_grammar_constraint: makes the constraint of a grammar; None if no call may begin.
-        covers_text: whether the grammar has all text except thinking; otherwise it begins with the tag of a call.
-        end_ids: ids that end the text, which must not end in thinking if it must go on.
+        covers_text: whether the grammar covers all text except thinking; otherwise it begins with the tag of a call.
+        end_ids: ids that end the text; they are masked in thinking if an answer must follow.
         thinking_budget: maximum number of tokens of thinking; None for no limit.
         thinking_end_ids: ids that end thinking.
     """
@@ -77,7 +77,7 @@ class AnswerConstraint(Constraint):
         self._thinking_budget = thinking_budget
         self._thinking_end_ids = list(thinking_end_ids)
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
-        # Bytes as characters, because a token may end inside of a character.
+        # Bytes as characters, because a token may end inside a character.
         self._tags = [
             PhaseTag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in answer_format.tags
         ]
@@ -86,7 +86,7 @@ class AnswerConstraint(Constraint):
         grammar_constraints: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
             grammar_constraints = self._make_grammar_constraints(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
-        self._positions = [AnswerPosition(state, 0, grammar_constraints)]  # one more than there are tokens
+        self._positions = [AnswerPosition(state, 0, grammar_constraints)]  # one per token, and the first
         self._free_masks: dict[AnswerReadingState, np.ndarray | None] = {}
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
@@ -104,7 +104,7 @@ class AnswerConstraint(Constraint):
         if free_mask is not None:
             mask &= free_mask
         if not mask.any() and not self.is_complete(tokens):
-            raise OvspecError("No token of this model can continue the answer within its format.")
+            raise OvspecError("No token of the model can continue the answer in its format.")
         return mask
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
@@ -125,7 +125,7 @@ class AnswerConstraint(Constraint):
         forced_ids = position.grammar_constraints[0].forced_tokens(tokens)
         for forced_count, token in enumerate(forced_ids):
             next_state, grammar_kinds, _ = self._follow_token(reading_state, token)
-            if grammar_kinds:  # another grammar goes on
+            if grammar_kinds:  # another grammar continues
                 return forced_ids[: forced_count + self._may_follow(reading_state, token)]
             reading_state = next_state
         return forced_ids
@@ -155,7 +155,7 @@ class AnswerConstraint(Constraint):
         return self._positions[len(answer_ids)]
 
     def _next_position(self, position: AnswerPosition, tokens: np.ndarray, token: int) -> AnswerPosition:
-        """Return the position after ``token``, which follows ``tokens``."""
+        """Return the position after ``tokens`` and then ``token``."""
         if self._is_in_grammar(position):
             return position
         reading_state, grammar_kinds, grammar_text = self._follow_token(position.state, token)
@@ -174,11 +174,11 @@ class AnswerConstraint(Constraint):
             grammar_constraints = ()
         next_position = AnswerPosition(reading_state, thinking_count, grammar_constraints)
         if self._is_in_grammar(next_position) and not grammar_constraints:
-            raise OvspecError("The format of the answer doesn't allow what was generated.")
+            raise OvspecError("The format of the answer doesn't allow the generated text.")
         return next_position
 
     def _is_in_grammar(self, position: AnswerPosition) -> bool:
-        """Return whether the rest of the answer is in its grammar, so that no tag matters any more."""
+        """Return whether the rest of the answer is in its grammar, so that tags no longer matter."""
         return position.state.phase == "calls" or (self._covers_text and position.state.phase == "text")
 
     def _follow_token(
@@ -202,13 +202,13 @@ class AnswerConstraint(Constraint):
         return reading_state, grammar_kinds, grammar_text
 
     def _token_text(self, token: int) -> str:
-        """Return the bytes of a token as characters, or the mark that stands for it."""
+        """Return the bytes of a token as characters, or the token's placeholder character."""
         return self._mark_by_id.get(token) or self._vocabulary.added_bytes(token).decode("latin-1")
 
     def _make_grammar_constraints(
         self, grammar_start: int, grammar_kinds: Sequence[bytes], begun_text: str = ""
     ) -> tuple[GrammarConstraint, ...]:
-        """Return the grammars of some kinds after ``grammar_start`` tokens, which already have ``begun_text``."""
+        """Return the grammars of some kinds after ``grammar_start`` tokens, with ``begun_text`` already generated."""
         begun_parts: list[bytes | int] = []
         for are_marks, characters in itertools.groupby(begun_text, is_token_mark):
             if are_marks:
@@ -216,7 +216,7 @@ class AnswerConstraint(Constraint):
             else:
                 begun_parts.append("".join(characters).encode("latin-1"))
         if not self._make_grammar_constraint:
-            raise OvspecError("No tool may be called.")
+            raise OvspecError("The options allow no tool to be called.")
         grammar_constraints: list[GrammarConstraint] = []
         last_error = None
         for grammar_kind in grammar_kinds:
@@ -231,14 +231,14 @@ class AnswerConstraint(Constraint):
     # ------------------------------------------------------------ thinking
 
     def _due_thinking_end_ids(self, position: AnswerPosition) -> list[int]:
-        """Return the ids that must follow because thinking has used up its budget."""
+        """Return the ids to force because thinking has used up its budget."""
         thinking_budget = self._thinking_budget
         if thinking_budget is None or position.state.phase != "thinking" or position.thinking_count < thinking_budget:
             return []
         return self._thinking_end_ids[position.thinking_count - thinking_budget :]
 
     def _thinking_start_ids(self, reading_state: AnswerReadingState) -> list[int]:
-        """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
+        """Return the ids that may begin thinking or continue its tag, outside the grammar."""
         start_ids: list[int] = []
         begun_tag = reading_state.pending.lstrip(WHITESPACE)
         for tag in self._tags:
@@ -259,7 +259,7 @@ class AnswerConstraint(Constraint):
         return start_ids
 
     def _continues_thinking_tag(self, tag: PhaseTag, reading_state: AnswerReadingState, token: int) -> bool:
-        """Return whether ``token`` ends a tag of thinking, or goes on with it."""
+        """Return whether ``token`` ends a tag of thinking, or continues it."""
         state_after = self._follow_token(reading_state, token)[0]
         return state_after.phase == "thinking" or (
             state_after.phase == reading_state.phase and tag.text.startswith(state_after.pending.lstrip(WHITESPACE))
@@ -268,10 +268,10 @@ class AnswerConstraint(Constraint):
     # ------------------------------------------------------------ free text
 
     def _free_text_mask(self, reading_state: AnswerReadingState) -> np.ndarray | None:
-        """Return the tokens that may follow in free text, as a mask; None for all.
+        """Return a mask of the tokens allowed in free text; None for all.
 
-        It leaves out tokens that would begin a text that the grammar doesn't allow, and the end of an answer that must
-        go on after thinking.
+        It excludes tokens that would begin a text outside the grammar, and the end of an answer that must go on after
+        thinking.
         """
         if reading_state not in self._free_masks:
             forbidden_ids = [
@@ -285,7 +285,7 @@ class AnswerConstraint(Constraint):
         return self._free_masks[reading_state]
 
     def _may_follow(self, reading_state: AnswerReadingState, token: int) -> bool:
-        """Return whether ``token`` begins no grammar, or a grammar that allows it."""
+        """Return whether ``token`` begins no grammar, or is allowed by the grammar it begins."""
         try:
             _, grammar_kinds, grammar_text = self._follow_token(reading_state, token)
             if grammar_kinds:
@@ -312,13 +312,13 @@ class AnswerConstraint(Constraint):
 
 
 def bytes_as_characters(text: str) -> str:
-    """Return ``text`` with its bytes as characters; characters that stand for tokens stay."""
+    """Return ``text`` with its bytes as characters; placeholders of tokens stay."""
     return "".join(
         character if is_token_mark(character) else character.encode().decode("latin-1") for character in text
     )
 
 
 def split_at_mark(text: str) -> tuple[str, str]:
-    """Return (``text`` before the first character that stands for a token, that character or "")."""
+    """Return (``text`` before the first placeholder of a token, the placeholder or "")."""
     mark_index = next((index for index, character in enumerate(text) if is_token_mark(character)), len(text))
     return text[:mark_index], text[mark_index : mark_index + 1]

@@ -11,10 +11,10 @@ from ovspec.text.answer import ToolCall
 
 
 class Constraint:
-    """Changes the logits after a text, or limits the tokens that may follow it.
+    """Changes the logits after a text, or limits the next token.
 
     Every method gets the tokens so far, (n,) int64, and its result depends on them alone, so a rejected proposal leaves
-    no trace. A constraint that keeps state along the text works out itself how far to roll back.
+    no trace. A constraint with state along the text finds out itself how far to roll back.
     """
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
@@ -22,34 +22,34 @@ class Constraint:
         return logits
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
-        """Return the tokens that may follow as a mask made by ``masks.pack_mask``; None for all."""
+        """Return the allowed next tokens as a mask made by ``masks.pack_mask``; None for all."""
         return None
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
-        """Return whether the mask has ``token``, which may be cheaper than computing the whole mask."""
+        """Return whether the mask has ``token``; may be cheaper than computing the whole mask."""
         mask = self.token_mask(tokens)
         return mask is None or mask_contains(mask, token)
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:  # noqa: ARG002
-        """Return the ids that must follow, in order, as far as they are cheap to find."""
+        """Return the forced ids, in order, as far as they are cheap to find."""
         return []
 
     def likely_tokens(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
-        """Return ids, (n,), that are worth proposing and cost nothing to find; None if there are none."""
+        """Return ids, (n,), worth proposing and free to find; None if there are none."""
         return None
 
     def is_complete(self, tokens: np.ndarray) -> bool:  # noqa: ARG002
-        """Return whether the text has ended, because nothing may follow."""
+        """Return whether the text has ended, because no token is allowed."""
         return False
 
 
 class Constraints:
-    """All constraints of a row, in the order in which they are applied.
+    """All constraints of a row, in the order of application.
 
     Args:
         end_ids: ids that end the text.
         always_run_model: run the model even for a forced token, because its logits are needed or another constraint may
-            exclude that token.
+            exclude the token.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Constraints:
         self.find_errors: Callable[[str, Sequence[ToolCall]], list[str]] | None = None
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is left as it is."""
+        """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is unchanged."""
         for constraint in self._processing_constraints:
             logits = constraint.process_logits(logits, tokens)
         return logits
 
     def mask_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return ``logits``, (vocab,), with -inf for tokens that must not follow; the argument is left as it is."""
+        """Return a copy of ``logits``, (vocab,), with -inf for masked tokens."""
         for constraint in self._masking_constraints:
             mask = constraint.token_mask(tokens)
             if mask is not None:
@@ -98,14 +98,14 @@ class Constraints:
         return all(constraint.allows_token(token, tokens) for constraint in self._masking_constraints)
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
-        """Return the ids that must follow ``tokens``."""
+        """Return the ids forced after ``tokens``."""
         for constraint in self._forcing_constraints:
             if forced_ids := constraint.forced_tokens(tokens):
                 return forced_ids
         return []
 
     def likely_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
-        """Return ids, (n,), that are worth proposing after ``tokens``; None if there are none."""
+        """Return ids, (n,), worth proposing after ``tokens``; None if there are none."""
         for constraint in self._suggesting_constraints:
             suggested_ids = constraint.likely_tokens(tokens)
             if suggested_ids is not None:
@@ -113,13 +113,13 @@ class Constraints:
         return None
 
     def forced_token(self, tokens: np.ndarray) -> int | None:
-        """Return the id that must follow if the model needn't be run for it, else None."""
+        """Return the forced id if the model needn't be run for it, else None."""
         if self.commits_forced and (forced_ids := self.forced_tokens(tokens)):
             return forced_ids[0]
         return None
 
     def is_complete(self, tokens: np.ndarray) -> bool:
-        """Return whether nothing may follow ``tokens``."""
+        """Return whether no token is allowed after ``tokens``."""
         return any(constraint.is_complete(tokens) for constraint in self._forcing_constraints)
 
     def has_ended(self, tokens: np.ndarray) -> bool:
@@ -127,7 +127,7 @@ class Constraints:
         return int(tokens[-1]) in self.end_ids or self.is_complete(tokens)
 
     def count_allowed(self, tokens: np.ndarray, proposed_ids: Sequence[int] | np.ndarray) -> int:
-        """Return how many of ``proposed_ids`` may follow ``tokens``: up to the first masked token or the text's end."""
+        """Return how many of ``proposed_ids`` are allowed after ``tokens``, up to a masked token or the text's end."""
         extended_ids = np.concatenate((tokens, np.asarray(proposed_ids, dtype=np.int64)))
         for allowed_count in range(len(proposed_ids)):
             judged_position = len(tokens) + allowed_count

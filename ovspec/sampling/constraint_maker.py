@@ -36,7 +36,7 @@ class ConstraintMaker:
     def vocabulary_index(self) -> VocabularyIndex:
         """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
-            reason = "its tokenizer does not map tokens to bytes one by one, which grammars and token healing need"
+            reason = "its tokenizer can't map each token to bytes, as grammars and token healing need"
             raise OvspecError(f"{self._tokenizer.folder}: {reason}.")
         return VocabularyIndex(self._tokenizer.vocabulary)
 
@@ -56,20 +56,20 @@ class ConstraintMaker:
         healable_from: int = 0,
         answer_format: AnswerFormat | None = None,
     ) -> tuple[Constraints, Healing | None]:
-        """Return the constraints of the text after a prompt, and the healing of the prompt's end, if there is any.
+        """Return the constraints of the text after a prompt, and the healing of the prompt's end, if any.
 
         Args:
             prompt: token ids, (n,) int64.
             eos_ids: ids that end the text, besides ``params.stop_ids``.
-            bos_ids: (n,) int64, replaces a prompt that is taken back entirely; empty if that isn't possible.
+            bos_ids: (n,) int64, replaces a prompt healed away entirely; empty if impossible.
             healable_from: position of the first token that healing may take back.
-            answer_format: how the model writes the answer, if the prompt is a chat and it has thinking or tools.
+            answer_format: the model's answer format, if the prompt is a chat and the model has thinking or tools.
 
         Raises:
             OvspecError: the grammar is wrong, or doesn't allow the prompt.
         """
         grammar, grammar_name = convert_requested_grammar(params)
-        grammar_prompt = b""  # the end of the prompt that belongs to the grammar's text
+        grammar_prompt = b""  # the part of the prompt inside the grammar's text
         if params.constrain_from is not None:
             grammar_prompt = self._find_grammar_prompt(prompt, params.constrain_from)
         masking_constraints: list[Constraint] = []
@@ -146,7 +146,7 @@ class ConstraintMaker:
         )
 
     def unquoted_arguments(self, params: Params, answer_format: AnswerFormat) -> dict[str, list[str]]:
-        """Return for each tool the arguments that are written without quotes."""
+        """Return for each tool the arguments written without quotes."""
         if not (answer_format.tool_format and answer_format.tool_format.parameters):
             return {}
         from ovspec.sampling.tool_grammar import TEXT_PARAMETERS_KEY  # deferred, because it imports llguidance
@@ -160,7 +160,7 @@ class ConstraintMaker:
             self.grammar_compiler.make_constraint(grammar, 0, frozenset(), grammar_name=grammar_name)
 
     def _find_grammar_prompt(self, prompt: np.ndarray, constrain_from: int | str) -> bytes:
-        """Return the bytes of the prompt from ``constrain_from`` on, which belong to the grammar's text."""
+        """Return the bytes of the prompt from ``constrain_from`` on, the part inside the grammar's text."""
         prompt_bytes = self.vocabulary_index.join_bytes(prompt)
         prompt_text = prompt_bytes.decode("utf-8", "replace")
         match constrain_from:

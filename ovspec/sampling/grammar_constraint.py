@@ -1,7 +1,7 @@
 """Constrains a text to a grammar, with llguidance (https://github.com/guidance-ai/llguidance).
 
-If only one text can follow, the mask has a single token, from the tokenizer's own spelling of that text, which can be
-committed without running a model.
+If only one text can follow, the mask has a single token, from the tokenizer's own encoding of the text, and the token
+can be committed without running a model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ovspec.sampling.tool_grammar import TEXT_PARAMETERS_KEY, TOKEN_NAMES_KEY
 from ovspec.sampling.unique_items import FollowingIds, JsonCursor, UniqueItems
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
-UNUSABLE_TOKENIZER = "This model's tokenizer can't be used with grammars"
+UNUSABLE_TOKENIZER = "The model's tokenizer can't be used with grammars"
 MAX_CACHED_GRAMMARS = 32
-# The number of last positions whose matchers are cached; a proposal is rarely longer.
+# The number of last positions with a cached matcher; a proposal is rarely longer.
 MAX_CACHED_POSITIONS = 32
 
 
@@ -41,21 +41,21 @@ class PositionCache:
     matcher: LLMatcher | None = None
     mask: np.ndarray | None = None
     forced_ids: list[int] | None = None
-    cursor: JsonCursor | None = None  # kept for all positions, if items must differ
+    cursor: JsonCursor | None = None  # kept for all positions, if items must be unique
 
 
 class GrammarConstraint(Constraint):
     """Keeps the text after the prompt within a grammar.
 
     Matchers are copied, which takes a few microseconds, and never rolled back: after a ``rollback``, llguidance 1.9.1
-    may use cached facts about the removed tokens, and then allow tokens that the grammar doesn't.
+    may use cached facts about the removed tokens, and then allow invalid tokens.
 
     Args:
-        matcher: a matcher in the state in which the generated text begins, after ``prompt_length`` tokens of prompt.
+        matcher: a matcher in its state at the start of the generated text, after ``prompt_length`` tokens of prompt.
         end_ids: ids that end the text when the grammar is satisfied; the matcher's own end id is ``matcher_end_id``.
         vocab_size: size of the vocabulary.
-        unique_items: keeps items of arrays different, where they must be.
-        cursor: the position in the JSON text, if ``unique_items`` is given.
+        unique_items: prevents equal items in arrays with unique items.
+        cursor: the position in the JSON text; needed with ``unique_items``.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class GrammarConstraint(Constraint):
         self._unique_items = unique_items
         self._mask_without_matcher_end = ~pack_mask([matcher_end_id], vocab_size)
         self._end_mask = pack_mask([token for token in end_ids if token < vocab_size], vocab_size)
-        self._followed_sequence = Sequence()  # tokens that the grammar is known to allow
-        self._positions = [PositionCache(matcher, cursor=cursor)]  # one more than there are tokens
+        self._followed_sequence = Sequence()  # tokens known to be allowed
+        self._positions = [PositionCache(matcher, cursor=cursor)]  # one per token, and the first
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray:
         answer_length = self._follow_tokens(tokens)
@@ -99,7 +99,7 @@ class GrammarConstraint(Constraint):
             matcher = self._matcher_at(answer_length)
             if token in self._end_ids:
                 return matcher.is_accepting()
-            # If bytes are forced but their spelling in tokens isn't, the mask is stricter than this.
+            # If bytes are forced but their encoding in tokens isn't, the mask is stricter than this.
             if not matcher.compute_ff_bytes():
                 return matcher.validate_tokens([token]) == 1
         return mask_contains(self.token_mask(tokens), token)
@@ -111,7 +111,7 @@ class GrammarConstraint(Constraint):
         return self._matcher_at(self._follow_tokens(tokens)).is_stopped()
 
     def _forced_ids_at(self, answer_length: int) -> list[int]:
-        """Return the ids that must follow at a position."""
+        """Return the ids forced at a position."""
         position_cache = self._positions[answer_length]
         if position_cache.forced_ids is None:
             position_cache.forced_ids = self._matcher_at(answer_length).compute_ff_tokens()
@@ -120,7 +120,7 @@ class GrammarConstraint(Constraint):
         return position_cache.forced_ids
 
     def _leads_to_repeat(self, answer_length: int, token: int) -> bool:
-        """Return whether ``token`` can only lead to an item that an array has already and must not have again."""
+        """Return whether ``token`` can only lead to a duplicate item in an array with unique items."""
         cursor = self._positions[answer_length].cursor
         if not (self._unique_items and cursor) or not has_earlier_items(cursor):
             return False
@@ -128,7 +128,7 @@ class GrammarConstraint(Constraint):
         return bool(self._unique_items.find_forbidden_ids(cursor, [token], find_following_ids))
 
     def _following_finder(self, matcher: LLMatcher) -> FollowingIds:
-        """Return a function of a token that returns the tokens allowed after it, and this function for that place."""
+        """Return a function from a token to the tokens allowed after it and the same function for that position."""
 
         def find_following_ids(token: int) -> tuple[list[int], FollowingIds]:
             next_matcher = matcher.deep_copy()
@@ -140,7 +140,7 @@ class GrammarConstraint(Constraint):
         return find_following_ids
 
     def _cut_before_repeat(self, answer_length: int, tokens: list[int]) -> list[int]:
-        """Return ``tokens`` up to the first that would write an item again."""
+        """Return ``tokens`` up to the first that would duplicate an item."""
         if not self._unique_items:
             return tokens
         cursor = self._positions[answer_length].cursor
@@ -161,11 +161,11 @@ class GrammarConstraint(Constraint):
             )
             mask = mask & ~pack_mask(forbidden_ids, self._vocab_size)
         if not mask.any() and not matcher.is_stopped():
-            raise OvspecError("No token of this model can continue the text within the grammar.")
+            raise OvspecError("No token of the model can continue the text in its grammar.")
         return mask
 
     def _allowed_mask(self, matcher: LLMatcher) -> np.ndarray:
-        """Return the mask of a matcher, with the end ids in place of its own."""
+        """Return the mask of a matcher, with the end ids in place of the matcher's."""
         mask_words = np.empty(-(-self._vocab_size // 32), dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(mask_words.ctypes.data, mask_words.nbytes)
         raise_if_failed(matcher)
@@ -175,7 +175,7 @@ class GrammarConstraint(Constraint):
         return mask
 
     def _follow_tokens(self, tokens: np.ndarray) -> int:
-        """Follow ``tokens``; return the index of the position after them, which is their number after the prompt."""
+        """Follow ``tokens``; return the index of the position after them: their number after the prompt."""
         answer_ids = tokens[self._prompt_length :]
         shared_length = self._followed_sequence.common_prefix_length(answer_ids)
         if shared_length < len(answer_ids):
@@ -195,11 +195,11 @@ class GrammarConstraint(Constraint):
             if cursor:
                 next_cursor = unique_items.advance_cursor(cursor, int(answer_ids[answer_length]))
                 if not next_cursor:
-                    raise OvspecError("The text repeats an item of an array whose items must differ.")
+                    raise OvspecError("The text repeats an item of an array with uniqueItems.")
                 self._positions[answer_length + 1].cursor = next_cursor
 
     def _matcher_at(self, answer_length: int) -> LLMatcher:
-        """Return the matcher at a position, copied from the nearest one before it; the first and last are cached."""
+        """Return the matcher at a position, copied from the nearest earlier one; the first and last are cached."""
         position_cache = self._positions[answer_length]
         if position_cache.matcher is None:
             nearest_length = next(
@@ -223,23 +223,23 @@ class GrammarConstraint(Constraint):
 
 
 def has_earlier_items(cursor: JsonCursor) -> bool:
-    """Return whether an array whose items must differ is open and has items already."""
+    """Return whether an array with unique items is open and has items already."""
     return any(container.earlier_items for container in cursor.containers)
 
 
 def raise_if_failed(matcher: LLMatcher) -> None:
-    """Raise OvspecError if the matcher has failed; it never recovers from that."""
+    """Raise OvspecError if the matcher has failed; a failure is permanent."""
     if matcher.is_error():
-        raise OvspecError(f"The grammar can't be followed any further: {word_llguidance_error(matcher.get_error())}")
+        raise OvspecError(f"The grammar failed during generation: {word_llguidance_error(matcher.get_error())}")
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's ``tokenizer.json``; ``vocabulary`` has the bytes that each id adds to a text."""
+    """Compiles grammars for a model's ``tokenizer.json``; ``vocabulary`` has the bytes added to a text by each id."""
 
     def __init__(self, tokenizer_json: JsonObject, vocabulary: list[bytes | None]) -> None:
         self._vocab_size = len(vocabulary)
         self._added_ids = {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", [])}
-        # As Lark writes them, such as <|im_end|>. <[INST]> can't be written, because brackets hold token ids.
+        # In Lark's notation, such as <|im_end|>. <[INST]> is impossible, because brackets hold token ids.
         self._ids_by_lark_name = {
             f"<{token['content'].removeprefix('<').removesuffix('>')}>": token["id"]
             for token in find_textless_tokens(tokenizer_json)
@@ -264,12 +264,12 @@ class GrammarCompiler:
         Args:
             grammar: a grammar made by ``grammar_conversion``.
             end_ids: ids that end the text.
-            prompt_bytes: bytes of the prompt that belong to the grammar's text.
-            healed_bytes: bytes of the tokens that were taken back from the prompt. They are the end of ``prompt_bytes``
-                unless that is empty; then the text begins with them, and the grammar's text follows.
+            prompt_bytes: the bytes of the prompt inside the grammar's text.
+            healed_bytes: bytes of the tokens removed from the prompt by healing. They are the end of ``prompt_bytes``
+                unless it is empty; then the text begins with them, and the grammar's text follows.
             grammar_name: the grammar's name in errors.
-            generated_parts: the part of the grammar's text that was generated before ``prompt_length``: bytes, and ids
-                of tokens.
+            generated_parts: the part of the grammar's text generated before ``prompt_length``: bytes, and ids of
+                tokens.
         """
         matcher, unique_items = self._compile_cached(grammar, grammar_name)
         cursor: JsonCursor | None = JsonCursor()
@@ -282,11 +282,11 @@ class GrammarCompiler:
                     else [generated_part]
                 )
                 if matcher.try_consume_tokens(tokens) < len(tokens):
-                    raise OvspecError(f"The {grammar_name} doesn't allow what was generated.")
+                    raise OvspecError(f"The {grammar_name} doesn't allow the generated text.")
                 if unique_items and cursor and isinstance(generated_part, bytes):
                     cursor = unique_items.advance_by_bytes(cursor, generated_part)
         if prompt_bytes:
-            self._follow_prompt(matcher.deep_copy(), prompt_bytes)  # all of it must fit
+            self._follow_prompt(matcher.deep_copy(), prompt_bytes)  # the whole prompt must fit
             matcher = matcher.deep_copy()
             unhealed_bytes = prompt_bytes[: len(prompt_bytes) - len(healed_bytes)]
             self._follow_prompt(matcher, unhealed_bytes)
@@ -295,7 +295,7 @@ class GrammarCompiler:
             matcher, _ = self._compile_cached(prepend_to_grammar(grammar, healed_bytes), grammar_name)
             cursor = JsonCursor(skipped_bytes=len(healed_bytes))
         if unique_items and not cursor:
-            raise OvspecError("The prompt repeats an item of an array whose items must differ.")
+            raise OvspecError("The prompt repeats an item of an array with uniqueItems; change the prompt.")
         return GrammarConstraint(
             matcher.deep_copy(), prompt_length, end_ids, self._matcher_end_id, self._vocab_size, unique_items, cursor
         )
@@ -308,7 +308,7 @@ class GrammarCompiler:
         return matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
 
     def _follow_prompt(self, matcher: LLMatcher, prompt_bytes: bytes) -> None:
-        """Consume the grammar's text that is in the prompt; raise OvspecError if the grammar doesn't allow it."""
+        """Consume the prompt's part of the grammar's text; raise OvspecError if the grammar doesn't allow it."""
         tokens = self._tokenizer.tokenize_bytes(prompt_bytes)
         allowed_count = matcher.try_consume_tokens(tokens)
         if allowed_count < len(tokens):
@@ -317,11 +317,11 @@ class GrammarCompiler:
             place_text = f"after {allowed_text[-40:]!r}" if allowed_text else "where the grammar begins"
             raise OvspecError(f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}.")
         if matcher.is_stopped():
-            raise OvspecError("The prompt already contains the grammar's whole text, so nothing can follow it.")
+            raise OvspecError("The prompt already completes the grammar, so nothing can follow; shorten the prompt.")
 
 
 def prepend_to_grammar(grammar: str, prefix_bytes: bytes) -> str:
-    """Return the grammar of ``prefix_bytes``, which must be UTF-8, followed by a text of ``grammar``."""
+    """Return the grammar of ``prefix_bytes`` (valid UTF-8) followed by a text of ``grammar``."""
     combined_grammar = json.loads(grammar)
     first_grammar, *other_grammars = combined_grammar["grammars"]
     prefix_part = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix_bytes.decode())}"}
@@ -333,7 +333,7 @@ def prepend_to_grammar(grammar: str, prefix_bytes: bytes) -> str:
 def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple[int, LLTokenizer]:
     """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
-    Special tokens get names that no grammar can spell, so a text that looks like one is spelt in ordinary tokens.
+    Special tokens get names that no grammar can spell, so text that looks like one is encoded in ordinary tokens.
     """
     random_mark = secrets.token_hex(8)
     unspellable_names = {
@@ -342,7 +342,7 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
     added_tokens: list[JsonObject] = tokenizer_json.get("added_tokens", [])
     matcher_end_id = next((token["id"] for token in added_tokens if token.get("special")), None)
     if matcher_end_id is None:
-        raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
+        raise OvspecError("The model's tokenizer has no special token to end a text, as grammars need.")
     model_json: JsonValue = tokenizer_json.get("model")
     ids_by_token = model_json.get("vocab") if isinstance(model_json, dict) else None
     if not isinstance(ids_by_token, dict):
@@ -376,7 +376,7 @@ def rename_token(token: JsonObject, unspellable_names: dict[str, str]) -> JsonOb
 
 
 def find_textless_tokens(tokenizer_json: JsonObject) -> list[JsonObject]:
-    """Return the tokens that are no text to llguidance: special tokens, and added ones that look like <tags>."""
+    """Return the tokens without text in llguidance: special tokens, and added tokens written like <tags>."""
     added_tokens = tokenizer_json.get("added_tokens", [])
     return [token for token in added_tokens if token.get("special") or re.fullmatch("(?s)<.*>", token["content"])]
 
@@ -386,7 +386,7 @@ def replace_names_by_ids(
 ) -> tuple[str, ItemTracks | None]:
     """Return a grammar that refers to special tokens by id, because ``make_grammar_tokenizer`` has renamed them.
 
-    Also returns the tracks of arrays with different items, which aren't part of llguidance's notation.
+    Also returns the tracks of arrays with unique items, which llguidance's notation lacks.
 
     Args:
         ids_by_lark_name: ids of special tokens by their names in Lark.

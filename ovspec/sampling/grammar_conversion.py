@@ -1,4 +1,4 @@
-"""Converts what users write as a grammar, and tries it out, in a process of its own, because it may be untrusted."""
+"""Converts users' grammars and tests them, in a separate process, because they may be untrusted."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MAX_TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
 MAX_CONVERSION_BYTES = 1_000_000_000
 MAX_SPECIAL_TOKENS = 50  # named in a grammar
 NUMBERED_TOKEN_COUNT = 300_000  # empty tokens added for a grammar that refers to tokens by id
-MAX_FORCED_BYTES = 200_000  # llguidance finds them in one step that holds Python's lock, at 1.5 us each
+MAX_FORCED_BYTES = 200_000  # llguidance finds forced bytes in one step, holding Python's lock, at 1.5 us each
 WALK_COUNT, MAX_WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
-DEAD_END_ERROR = "NoExtension"  # begins llguidance's error where no byte may follow
+DEAD_END_ERROR = "NoExtension"  # prefix of llguidance's error at a dead end
 
 CONVERSION_PROCESS = "ovspec.sampling.grammar_conversion", "checks grammars"
 GRAMMAR_CONVERTER = SandboxPool(*CONVERSION_PROCESS, MAX_CONVERSION_SECONDS, MAX_CONVERSION_BYTES)
@@ -37,12 +37,12 @@ SLOWEST_TOOL_CONVERTER = SandboxPool(*CONVERSION_PROCESS, MAX_TOOLS_SECONDS / 2,
 
 
 def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_options: bool | None) -> str:
-    """Return a grammar in llguidance's own notation, which is known to be valid and to have a finite text.
+    """Return a grammar in llguidance's own notation, checked to be valid and to have a finite text.
 
     Args:
         source_kind: json_schema, regex, choice, grammar (Lark), gbnf or tools.
-        source: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools,
-            the source of ``tool_grammar.write_tools_grammar``.
+        source: its text; the Path of a file; a schema as Python values; a list of choices; or for tools, the source of
+            ``tool_grammar.write_tools_grammar``.
         label: the grammar's name in errors and warnings, such as "--grammar words.lark".
         schema_options: fields of ``json_schema.SchemaOptions``.
 
@@ -56,10 +56,8 @@ def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_op
         request_text = json.dumps(request, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OvspecError(f"{label} can't be written as JSON: {error}.") from None
-    if len(request_text) > 8 * sources.MAX_GRAMMAR_CHARACTERS:  # more than any escapes could make of an allowed source
-        raise OvspecError(
-            f"{label} has more than {sources.MAX_GRAMMAR_CHARACTERS} characters, the most that are allowed."
-        )
+    if len(request_text) > 8 * sources.MAX_GRAMMAR_CHARACTERS:  # longer than any allowed source with escapes
+        raise OvspecError(f"{label} has more than {sources.MAX_GRAMMAR_CHARACTERS} characters; shorten it.")
     grammar, warning = request_conversion(request_text)
     if warning:
         warnings.warn(f"{label} {warning}", stacklevel=2)
@@ -68,7 +66,7 @@ def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_op
 
 @functools.lru_cache(maxsize=64)
 def request_conversion(request_text: str) -> tuple[str, str]:
-    """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't remembered."""
+    """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't cached."""
     request: JsonObject = json.loads(request_text)
     converter = TOOLS_CONVERTER if request["kind"] == "tools" else GRAMMAR_CONVERTER
     label = request["label"]
@@ -84,7 +82,7 @@ def request_conversion(request_text: str) -> tuple[str, str]:
 
 
 def find_slowest_tool(request: JsonObject) -> str:
-    """Return the tool whose schema takes too long, as messages name it; all of them if none does alone."""
+    """Return the tool with the slowest schema, named as in messages; all tools if each is fast alone."""
     deadline = time.monotonic() + MAX_TOOLS_SECONDS
     tool_requests = split_request_by_tool(request)
     if len(tool_requests) == 1:
@@ -100,7 +98,7 @@ def find_slowest_tool(request: JsonObject) -> str:
 
 
 def split_request_by_tool(request: JsonObject) -> dict[str, JsonObject]:
-    """Return a request for each tool alone, by the name that messages give to its schema."""
+    """Return a request for each tool alone, keyed by its schema's name in messages."""
     source, label = request["source"], request["label"]
     return {
         f"{label}: the schema of {tool['name']}": {**request, "source": {**source, "tools": [tool], "other": None}}
@@ -108,11 +106,11 @@ def split_request_by_tool(request: JsonObject) -> dict[str, JsonObject]:
     }
 
 
-# ---------------------------------------------------------------- in that process
+# ---------------------------------------------------------------- in the separate process
 
 
 class ByteTokenizer:
-    """A tokenizer of bytes, with an end token, the special tokens that a grammar names, and empty tokens."""
+    """A tokenizer of bytes, with an end token, the special tokens named in a grammar, and empty tokens."""
 
     eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
 
@@ -154,7 +152,7 @@ def answer_conversion_request(request: JsonObject) -> dict[str, str]:
 
 
 def find_faulty_tool(request: JsonObject, problem: str) -> str:
-    """Return a tool with what is wrong with its schema, if there is one; otherwise all tools with ``problem``."""
+    """Return a tool with the error in its schema, if one is at fault; otherwise all tools with ``problem``."""
     for label, tool_request in split_request_by_tool(request).items():
         if tool_problem := find_grammar_problem(write_tools_grammar(tool_request["source"], tool_request["label"])[0]):
             return label + tool_problem
@@ -162,7 +160,7 @@ def find_faulty_tool(request: JsonObject, problem: str) -> str:
 
 
 def find_grammar_problem(grammar: str) -> str:
-    """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
+    """Return what is wrong with a refused grammar, to follow its name in the message; "" for a good grammar."""
     special_tokens = [*json.loads(grammar).get(TOKEN_NAMES_KEY, ())]
     while True:
         tokenizer = ByteTokenizer(special_tokens, NUMBERED_TOKEN_COUNT if "<[" in grammar else 0)
@@ -189,7 +187,7 @@ def find_random_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
     if matcher.is_accepting() and not list_allowed_tokens(matcher, vocabulary_size):
         return "it matches only the empty text; add another option"
     if vocabulary_size > NUMBERED_TOKEN_COUNT:
-        return ""  # the bytes of the model's numbered tokens aren't known here
+        return ""  # the bytes of the model's numbered tokens are unknown here
     generator = random.Random(0)
     deadline = time.monotonic() + WALK_SECONDS
     for walk_number in range(WALK_COUNT):
@@ -201,7 +199,7 @@ def find_random_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
             if not allowed_ids:
                 if walking_matcher.is_accepting():
                     break
-                return "it has a dead end, where nothing may follow" if byte_count else "it matches no text at all"
+                return "it has a dead end, where nothing can follow" if byte_count else "it matches no text at all"
             if time.monotonic() > deadline and walk_number + byte_count:
                 return ""
             walking_matcher.consume_token(generator.choice(allowed_ids))
@@ -209,7 +207,7 @@ def find_random_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
 
 
 def list_allowed_tokens(matcher: LLMatcher, vocabulary_size: int) -> list[int]:
-    """Return the tokens that may come next, except the end token."""
+    """Return the allowed next tokens, except the end token."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     return [token for token in range(vocabulary_size) if mask >> token & 1 and token != ByteTokenizer.eos_token_id]
 

@@ -1,4 +1,4 @@
-"""Converts the grammars that params ask for, and checks finished answers against their schemas."""
+"""Converts the grammars in params, and checks finished answers against their schemas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def convert_requested_grammar(params: Params) -> tuple[str | None, str]:
     """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "").
 
     Raises:
-        OvspecError: the grammar is wrong.
+        OvspecError: the grammar is invalid.
     """
     if not (option_name := params.grammar_option):
         return None, ""
@@ -42,7 +42,7 @@ def convert_requested_grammar(params: Params) -> tuple[str | None, str]:
 
 
 def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str | None:
-    """Return the grammar of calls, or of all that follows thinking; None if it is the grammar of ``params`` or none.
+    """Return the grammar of calls, or of the whole answer after thinking; None if ``params`` has it or there is none.
 
     Raises:
         OvspecError: a tool's schema can't be used; the message names the tool.
@@ -93,10 +93,10 @@ def find_answer_schema_errors(
 
 
 def normalize_grammar_option(option_name: str, grammar_source: Any) -> JsonValue | Path:
-    """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it is of another kind."""
+    """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it has another type."""
     if isinstance(grammar_source, Path):
         if grammar_source.is_dir():
-            raise OvspecError(f"{grammar_source} is a folder; name a file.")
+            raise OvspecError(f"{grammar_source}: is a folder; give a file.")
         if option_name in ("json_schema", "grammar", "gbnf"):
             return grammar_source
     if option_name == "json_schema":
@@ -112,7 +112,7 @@ def normalize_grammar_option(option_name: str, grammar_source: Any) -> JsonValue
             list(grammar_source) if isinstance(grammar_source, Iterable) and not isinstance(grammar_source, str) else []
         )
         if not choices or not all(isinstance(choice_text, str) for choice_text in choices):
-            raise OvspecError("`choice` must be a list of texts with at least one entry.")
+            raise OvspecError("`choice` must be a non-empty list of strings.")
         return choices
     if option_name == "regex" and isinstance(grammar_source, Path):
         return str(grammar_source)
@@ -126,7 +126,7 @@ def normalize_grammar_option(option_name: str, grammar_source: Any) -> JsonValue
 
 
 def make_type_schema(python_type: Any) -> JsonValue:
-    """Return the JSON schema of a pydantic model or of another type that pydantic knows, such as list[str]."""
+    """Return the JSON schema of a pydantic model or of another type supported by pydantic, such as list[str]."""
     from pydantic import PydanticUserError, TypeAdapter  # deferred, because few need it
 
     try:

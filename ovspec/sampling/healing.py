@@ -1,7 +1,7 @@
 """Token healing: the end of a prompt is generated again, so that a token may extend past it.
 
-A model that always saw ``://`` as one token rarely continues with ``//`` after the token ``:``. So the last tokens are
-taken back, and the generated text must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
+A model trained on ``://`` as one token rarely continues with ``//`` after the token ``:``. So the last tokens are
+removed, and the generated text must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def count_healable_tokens(
     """Return how many tokens at the end of ``prompt_ids``, (n,) int64, to generate again.
 
     This is the largest number for which a longer token begins with all their bytes. They must not include a token
-    before ``first_healable`` or one that adds nothing to the text, and must not have more than ``max_bytes``. With
-    ``whole_characters``, they must not begin inside a character.
+    before ``first_healable`` or an empty token, and must not have more than ``max_bytes``. With ``whole_characters``,
+    they must not begin inside a character.
     """
     healable_count = 0
     suffix = b""
@@ -44,7 +44,7 @@ def count_healable_tokens(
 
 
 class Healing(Constraint):
-    """Takes back the last ``removed_count`` tokens of a prompt, (n,); the generated text must begin with their bytes.
+    """Removes the last ``removed_count`` tokens of a prompt, (n,); the generated text must begin with their bytes.
 
     If no token is left, the text begins with ``bos``, (n,) int64.
     """
@@ -57,16 +57,16 @@ class Healing(Constraint):
         self._vocabulary = vocabulary
         self._masks_by_remaining_bytes: dict[bytes, np.ndarray] = {}
         self.removed_bytes = vocabulary.join_bytes(self._removed_ids)  # their bytes
-        self.kept_length = len(prompt_ids) - removed_count or len(bos_ids)  # tokens of the prompt that are left
+        self.kept_length = len(prompt_ids) - removed_count or len(bos_ids)  # remaining tokens of the prompt
 
     def take_back_tokens(self, sequence: Sequence) -> None:
-        """Remove from ``sequence``, the prompt, the tokens that are generated again."""
+        """Remove from ``sequence``, the prompt, the tokens to generate again."""
         sequence.rewind(len(sequence) - len(self._removed_ids))
         if not len(sequence):
             sequence.commit(self._bos_ids)
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
-        # Each token has at least one byte, so no more tokens than bytes can matter.
+        # Each token has at least one byte, so at most as many tokens as bytes can matter.
         generated_bytes = self._vocabulary.join_bytes(
             tokens[self.kept_length : self.kept_length + len(self.removed_bytes)]
         )
@@ -80,7 +80,7 @@ class Healing(Constraint):
         return self._masks_by_remaining_bytes[remaining_bytes]
 
     def likely_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
-        """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
+        """Return the removed tokens not generated again yet: they are the likely continuation, and free to propose."""
         generated_ids = tokens[self.kept_length :]
         generated_count = len(generated_ids)
         if (
@@ -91,7 +91,7 @@ class Healing(Constraint):
         return self._removed_ids[generated_count:]
 
     def count_healed_bytes(self, tokens: np.ndarray) -> int | None:
-        """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no other bytes."""
+        """Return the number of prompt bytes in the last of ``tokens``; None if it has no other bytes."""
         remaining_count = len(self.removed_bytes) - len(self._vocabulary.join_bytes(tokens[self.kept_length : -1]))
         if remaining_count <= 0:
             return 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-# For each byte of a mask, the numbers that its eight bits add to eight logits.
+# For each byte of a mask, the numbers its eight bits add to eight logits.
 _BITS_BY_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _ADDENDS_BY_BYTE = np.where(_BITS_BY_BYTE, np.float32(0), np.float32(-np.inf))
 

@@ -1,4 +1,4 @@
-"""Stateless random numbers, and drawing tokens with them."""
+"""Stateless random numbers, and sampling tokens with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHOICE_NOISE, DRAFT_NOISE, ACCEPT_NOISE, RESIDUAL_NOISE = range(4)
 
 
 def make_noise(seed: int, sample: int, position: int, vocab_size: int, purpose: int = CHOICE_NOISE) -> np.ndarray:
-    """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller ``vocab_size`` gives a prefix."""
+    """Return uniform noise, (vocab,) uint32, a function of the arguments. A smaller ``vocab_size`` yields a prefix."""
     generator = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose)))
     return generator.random_raw((vocab_size + 1) // 2).view(np.uint32)[:vocab_size]
 
@@ -27,9 +27,9 @@ def draw_uniform(seed: int, sample: int, position: int, purpose: int) -> float:
 def draw_token(warped_logits: WarpedLogits, noise_bits: np.ndarray) -> tuple[int, float]:
     """Draw a token; return (token, its probability).
 
-    This is the Gumbel-max trick, as a race in which the smallest E / exp(logit) wins. E = -log(1 - u) is exponential
-    for uniform u, made of ``noise_bits`` (vocab,). Because u < E, only tokens whose u / exp(logit) is less than the
-    time of the most likely token can win, so only these few are computed in double precision.
+    This is the Gumbel-max trick, as a race won by the smallest E / exp(logit). E = -log(1 - u) is exponential for
+    uniform u, derived from ``noise_bits`` (vocab,). Because u < E, a token can only win if its u / exp(logit) is less
+    than the time of the most likely token, so only these few are computed in double precision.
     """
     if warped_logits.ids is not None:
         noise_bits = noise_bits[warped_logits.ids]
@@ -52,7 +52,7 @@ def residual_probabilities(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def draw_from_probabilities(probabilities: np.ndarray, noise_bits: np.ndarray) -> int:
-    """Draw a token, given probabilities (vocab,) float64, which need not sum to 1, and noise of the same width."""
+    """Draw a token from probabilities (vocab,) float64, which need not sum to 1, with noise of the same width."""
     possible_ids = np.flatnonzero(probabilities)
     return int(
         possible_ids[(-np.log1p(-(noise_bits[possible_ids] + 0.5) * 2.0**-32) / probabilities[possible_ids]).argmin()]

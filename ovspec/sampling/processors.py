@@ -1,4 +1,4 @@
-"""Constraints that change logits, as Hugging Face's logits processors do."""
+"""Constraints on logits, like Hugging Face's logits processors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ovspec.sampling.constraint import Constraint
 if TYPE_CHECKING:
     import torch
 
-# tokens so far (n,) int64 -> number of them that were in the prompt
+# tokens so far (n,) int64 -> number of prompt tokens among them
 PromptTokenCounter = Callable[[np.ndarray], int]
 
 
@@ -105,7 +105,7 @@ def adapt_torch_processor(function: Callable[..., torch.Tensor]) -> LogitsProces
 
 
 class MinTokensProcessor(Constraint):
-    """Excludes the ids that end the text until ``min_count`` tokens are generated."""
+    """Excludes the end ids until ``min_count`` tokens are generated."""
 
     def __init__(self, min_count: int, count_prompt_tokens: PromptTokenCounter, end_ids: frozenset[int]) -> None:
         self._min_count = min_count
@@ -138,6 +138,6 @@ def make_processors(
         processors.append(MinTokensProcessor(params.min_tokens, count_prompt_tokens, end_ids))
     for user_function in user_functions or []:
         if not callable(user_function):
-            raise OvspecError(f"`logits_processors` has {user_function!r}, which isn't a function.")
+            raise OvspecError(f"`logits_processors` has {user_function!r}; each entry must be a function.")
         processors.append(UserProcessor(user_function))
     return processors

@@ -1,8 +1,8 @@
 """Samplers: they choose the tokens of a row and verify proposals.
 
-Proposals are verified by comparison: at each position in order, the target's own choice is taken, and the walk
-continues while that equals the proposed token. The choice doesn't depend on the proposal, so the text is the same with
-any drafter. ``RejectionSampler`` uses rejection sampling instead.
+Proposals are verified by comparison: the sampler makes the target's own choice at each position in order, as long as it
+equals the proposed token. The choice doesn't depend on the proposal, so the text is the same with any drafter.
+``RejectionSampler`` uses rejection sampling instead.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ovspec.sampling.warp import NO_TOKEN_LEFT, WarpedLogits, certain_distributi
 
 
 class DraftedToken(NamedTuple):
-    """A token that a draft model proposes.
+    """A token proposed by a draft model.
 
-    confidence: its probability by the draft model. distribution: that it was drawn from, for rejection sampling.
+    confidence: its probability by the draft model. distribution: its distribution when drawn, for rejection sampling.
     """
 
     token: int
@@ -45,7 +45,7 @@ class DraftedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TrimmedVocabulary:
-    """The ids that a draft proposes, if they are only some of the target's.
+    """The draft's ids, if it has only some of the target's.
 
     target_ids: the target's id of each of the draft's logits, (n,) int64. target_width: width of the target's logits.
     """
@@ -64,7 +64,7 @@ def spread_draft_logits(logits: np.ndarray, trimmed_vocabulary: TrimmedVocabular
 
 
 class ThreadStopwatch:
-    """Counts this thread's processor time, because the work of other threads is not the row's fault."""
+    """Counts this thread's CPU time, because the row isn't responsible for other threads' work."""
 
     __slots__ = ("_seconds", "_start")
 
@@ -84,7 +84,7 @@ class ThreadStopwatch:
         return counted_seconds
 
 
-# The distribution that each proposed token was drawn from; None if the tokens weren't drawn.
+# For each proposed token, the distribution it was drawn from; None if the tokens weren't drawn.
 Distributions = list[WarpedLogits] | None
 
 
@@ -97,7 +97,7 @@ class Sampler(Protocol):
     def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
-        """Return the tokens to commit, (n,) int64: the accepted ones and, unless the last one ends the text, one more.
+        """Return the tokens to commit, (n,) int64: the accepted tokens and, unless the last ends the text, one more.
 
         ``logits`` (n + 1, vocab) float32 are the target's after ``sequence`` and after each of ``proposed`` (n,) int64.
         """
@@ -106,7 +106,7 @@ class Sampler(Protocol):
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, trimmed_vocabulary: TrimmedVocabulary | None = None
     ) -> DraftedToken | None:
-        """Return the token to propose after ``tokens`` (n,), by a draft's ``logits``; None if no token may follow.
+        """Return the token to propose after ``tokens`` (n,), by a draft's ``logits``; None if no token is allowed.
 
         ``logits`` (vocab,) are of the target's ids, or of the ids of ``trimmed_vocabulary``.
         """
@@ -121,7 +121,7 @@ class ComparingSampler:
         self.stopwatch = ThreadStopwatch()
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        """Return the token that follows ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
+        """Return the token after ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
         raise NotImplementedError
 
     def verify_proposal(
@@ -131,7 +131,7 @@ class ComparingSampler:
         proposed: np.ndarray,
         distributions: Distributions = None,  # noqa: ARG002
     ) -> np.ndarray:
-        """Return its own choices up to the first that differs from the proposal or ends the text."""
+        """Return the sampler's own choices up to the first difference from the proposal or the end of the text."""
         tokens = np.concatenate((sequence.tokens, proposed))
         chosen_ids: list[int] = []
         for position in range(len(logits)):
@@ -146,7 +146,7 @@ class ComparingSampler:
 
 
 class GreedySampler(ComparingSampler):
-    """Chooses the most likely of the tokens that may follow."""
+    """Chooses the most likely allowed token."""
 
     def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
@@ -167,7 +167,7 @@ class GreedySampler(ComparingSampler):
         if not self.constraints.has_constraints:
             return draft_most_likely_token(logits, trimmed_vocabulary)
         logits = self.constraints.process_logits(spread_draft_logits(logits, trimmed_vocabulary), tokens)
-        # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
+        # If the most likely token of all is allowed, it is the choice, and the mask isn't needed.
         if not self.constraints.allows_token(int(logits.argmax()), tokens):
             logits = self.constraints.mask_logits(logits, tokens)
         return draft_most_likely_token(logits)
@@ -193,14 +193,14 @@ def draft_most_likely_token(
 
 
 def require_token(drafted_token: DraftedToken | None) -> int:
-    """Return the token of ``drafted_token``; raise OvspecError if it is None, because no token may follow."""
+    """Return the token of ``drafted_token``; raise OvspecError if it is None, because no token is allowed."""
     if not drafted_token:
         raise OvspecError(NO_TOKEN_LEFT)
     return drafted_token.token
 
 
 class SharedNoiseSampler(ComparingSampler):
-    """Draws with noise that depends only on seed, sample (number of the text) and position, also for the draft."""
+    """Draws with noise that depends only on seed, sample (number of the text) and position, for the draft too."""
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
         super().__init__(constraints)
@@ -210,7 +210,7 @@ class SharedNoiseSampler(ComparingSampler):
         self._sample = sample
         self._noise_by_position: dict[
             int, np.ndarray
-        ] = {}  # by position: noise that the draft drew with and the target hasn't yet
+        ] = {}  # by position: noise used by the draft, but not yet by the target
 
     def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
@@ -228,7 +228,7 @@ class SharedNoiseSampler(ComparingSampler):
         if trimmed_vocabulary and not self.constraints.has_constraints:
             return self._draw_token(logits, len(tokens), trimmed_vocabulary)
         logits = self.constraints.process_logits(spread_draft_logits(logits, trimmed_vocabulary), tokens)
-        # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
+        # If the token drawn from all is allowed, it also wins among the allowed tokens, and the mask isn't needed.
         if self.constraints.has_constraints and not self._params.truncating_options:
             drawn_token = self._draw_token(logits, len(tokens))
             if drawn_token and self.constraints.allows_token(drawn_token.token, tokens):
@@ -258,7 +258,7 @@ class RejectionSampler:
 
     Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). Both distributions are warped alike. For a
     proposed token that was not drawn, q is 1. The text depends on the proposal, but its distribution doesn't, as long
-    as no drawn token is withheld because of which token it is.
+    as no drawn token is withheld because of its id.
     """
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
@@ -307,9 +307,9 @@ class RejectionSampler:
 
 
 class UserSampler(ComparingSampler):
-    """Calls a user's function once for each position that is reached, in order, as in plain decoding.
+    """Calls a user's function once for each position reached, in order, as in plain decoding.
 
-    Calling it for the draft could change what it does next, so the draft proposes its most likely token instead.
+    Calling it for the draft could change its later results, so the draft proposes its most likely token instead.
     """
 
     def __init__(self, constraints: Constraints, function: SampleFunction, params: Params) -> None:
@@ -330,16 +330,18 @@ class UserSampler(ComparingSampler):
         try:
             token = int(np.asarray(returned_token).item())
         except (TypeError, ValueError):
-            raise OvspecError(f"The sampler returned {returned_token!r}; it must return one token id.") from None
+            raise OvspecError(f"The sampler returned {returned_token!r}; it must return a token id.") from None
         if not 0 <= token < len(logits):
-            raise OvspecError(f"The sampler returned {token}, which is not a token id (0 to {len(logits) - 1}).")
+            raise OvspecError(f"The sampler returned {token}; it must return a token id (0 to {len(logits) - 1}).")
         if not self.constraints.allows_token(token, tokens):
-            raise OvspecError(f"The sampler returned token {token}, which must not follow: its logit is -inf.")
+            raise OvspecError(
+                f"The sampler returned the excluded token {token} (logit -inf); it must choose another token."
+            )
         return token
 
 
 def make_sampler(params: Params, sample: int, constraints: Constraints) -> Sampler:
-    """Return the sampler of a row. ``params`` have a seed if tokens are drawn; see ``SharedNoiseSampler``."""
+    """Return the sampler of a row. ``params`` have a seed if tokens are sampled; see ``SharedNoiseSampler``."""
     if params.sampler:
         return UserSampler(constraints, params.sampler, params)
     if not params.temperature:

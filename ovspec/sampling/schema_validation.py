@@ -1,4 +1,4 @@
-"""Checks finished texts against their JSON schemas, in a process of its own if that may take long."""
+"""Checks finished texts against their JSON schemas, in a separate process if that may take long."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ovspec.grammars.response_format import unwrap_response_format
 
 MAX_VALIDATION_SECONDS = 5.0
 MAX_VALIDATION_BYTES = 1_000_000_000
-# These take longer than the sizes of the schema and the text suggest: regular expressions, whose search can't be
-# interrupted, references, and keywords that compare items with each other or check parts again.
+# These take longer than the sizes of the schema and the text suggest: regular expressions (their search can't be
+# interrupted), references, and keywords that compare items or check parts again.
 SLOW_KEYWORDS = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MAX_ERRORS = 20
-MAX_DIRECT_SIZE = 10_000_000  # characters of the schema times characters of the text that this process checks itself
+MAX_DIRECT_SIZE = 10_000_000  # schema characters times text characters, at most, for a check in this process
 
 VALIDATION_POOL = SandboxPool(
     "ovspec.sampling.schema_validation", "judges texts by schemas", MAX_VALIDATION_SECONDS, MAX_VALIDATION_BYTES
@@ -27,16 +27,16 @@ VALIDATION_POOL = SandboxPool(
 
 
 def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) -> list[str]:
-    """Return how ``prompt_part + text`` breaks a schema: JSON pointers with messages; [] if it doesn't.
+    """Return the violations of a schema in ``prompt_part + text``: JSON pointers with messages; [] for none.
 
     If the check takes too much time or memory, the only entry says so.
 
     Args:
         schema: the schema, its JSON text, or the Path of a file.
-        prompt_part: the part of the JSON text that is in the prompt.
+        prompt_part: the part of the JSON text in the prompt.
 
     Raises:
-        OvspecError: the schema can't be used to judge a text.
+        OvspecError: the schema can't be used for validation.
     """
     if isinstance(schema, Path):
         schema = read_text(schema)
@@ -52,16 +52,16 @@ def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) ->
     try:
         reply = VALIDATION_POOL.ask(json.dumps(request)) if is_slow else answer_validation_request(request)
     except SandboxLimitExceeded as reason:
-        return [f"#: the check {reason}, so whether the text is valid is unknown"]
+        return [f"#: the check {reason}, so the text may be invalid"]
     except UnavailableError:
-        return ["#: the process that checks it ended without an answer, so whether the text is valid is unknown"]
+        return ["#: the check ended without an answer, so the text may be invalid"]
     if "unusable" in reply:
         raise unusable_schema_error(reply["unusable"])
     return reply["errors"]
 
 
 def unusable_schema_error(reason: str) -> OvspecError:
-    return OvspecError(f"`json_schema` can't be used to judge a text: {reason}.")
+    return OvspecError(f"`json_schema` can't validate a text: {reason}.")
 
 
 def answer_validation_request(request: JsonObject) -> JsonObject:
@@ -77,10 +77,10 @@ def answer_validation_request(request: JsonObject) -> JsonObject:
         return {"errors": [f"#: it isn't JSON: {error}"]}
     try:
         validator_class = validator_for(schema, Draft202012Validator)
-        # With this registry, nothing is downloaded that a schema refers to.
+        # With this registry, references are never downloaded.
         validator = validator_class(schema, registry=REGISTRY)
         errors = sorted(validator.iter_errors(instance), key=lambda error: error.json_path)
-    except Exception as error:  # whatever a schema or Python's regular expressions can raise
+    except Exception as error:  # anything that a schema or Python's regular expressions can raise
         return {"unusable": str(error).partition("\n")[0][:200] or type(error).__name__}
     return {
         "errors": [f"{format_json_pointer(error.absolute_path)}: {error.message:.300}" for error in errors[:MAX_ERRORS]]

@@ -17,24 +17,24 @@ from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 
 # Next to llguidance's own keys.
-TOKEN_NAMES_KEY = "marks"  # names of tokens in the grammar -> those in the vocabulary
-TEXT_PARAMETERS_KEY = "strings"  # tool -> the parameters that are written as text without quotes
-# The first character of the grammar's texts, which isn't generated, tells what they are: calls, calls after thinking,
-# or an answer without calls, after thinking or not.
+TOKEN_NAMES_KEY = "marks"  # names of tokens in the grammar -> names in the vocabulary
+TEXT_PARAMETERS_KEY = "strings"  # tool -> the parameters written as text without quotes
+# The first character of the grammar's texts isn't generated, but selects their kind: calls, calls after thinking, or an
+# answer without calls, after thinking or not.
 ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING = b"c", b"C"
 ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING = b"o", b"O"
 SPACE_AFTER_THINKING = "/[ \\t\\n]{1,4}/"
-# Keywords of a schema that say nothing of an object's properties, where there are none.
+# Keywords that say nothing about an object's properties, for schemas without properties.
 SILENT_KEYWORDS = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"}
 
 
 def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
-    """Return the grammar of answers that call tools, and what is ignored of their schemas or "".
+    """Return the grammar of answers with tool calls, and a note on ignored parts of their schemas or "".
 
     Args:
-        source: "format": the name of the tool format; "tools": {"name", "parameters"} of those that may be called;
-            "parallel": whether there may be several calls; "reading": fields of ``json_schema.SchemaOptions``;
-            "tokens": the tags that are tokens; "header": the text that may follow thinking, "" for white space, null
+        source: "format": the name of the tool format; "tools": {"name", "parameters"} of the tools allowed;
+            "parallel": whether several calls are allowed; "reading": fields of ``json_schema.SchemaOptions``;
+            "tokens": the tags that are tokens; "header": the text allowed after thinking, "" for white space, null
             without thinking; "other": the grammar of answers without calls, or null for none; "text": the tag in front
             of such an answer.
         label: the tools' name in messages.
@@ -79,7 +79,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
 
 
 def make_parameter_layout(tool_format: ToolFormat, token_names: dict[str, str]) -> ParameterExpressions | None:
-    """Return the texts around arguments that are written one by one; None if they are one JSON object."""
+    """Return the texts around arguments written one by one; None if they form one JSON object."""
     parameters = tool_format.parameters
     if not parameters:
         return None
@@ -102,7 +102,7 @@ def compile_arguments(
     check_character_count(schema_text, label)
     check_nesting(schema_text, label)
     if schema.setdefault("type", "object") != "object":
-        raise OvspecError(f"{label}, at #/type: arguments are an object; set the type to object.")
+        raise OvspecError(f"{label}, at #/type: arguments must be an object; set the type to object.")
     has_parameters = schema.get("properties") or schema.get("required") or schema.keys() - SILENT_KEYWORDS
     if schema_options.close_objects and not has_parameters:
         schema["additionalProperties"] = False
@@ -152,7 +152,7 @@ def write_call_rules(
 
 
 def write_call(call_parts: Sequence[str], tool_name: str, grammar_name: str, token_names: dict[str, str]) -> str:
-    """Return the expression of a call, which is texts and slots."""
+    """Return the expression of a call: texts and slots."""
     expressions: list[str] = []
     for slot, parts in itertools.groupby(
         call_parts, lambda call_part: call_part if call_part in (*SLOT_PATTERNS, "ARGUMENTS") else ""
@@ -174,7 +174,7 @@ def write_literal(text: str, token_names: dict[str, str]) -> str:
 
 
 def split_at_tokens(text: str, token_names: dict[str, str]) -> list[str]:
-    """Return ``text`` split at tokens, which have their names in the grammar."""
+    """Return ``text`` split at tokens with a name in the grammar."""
     name_by_token = {tag_token: name for name, tag_token in token_names.items()}
     token_pattern = "|".join(map(re.escape, sorted(name_by_token, key=len, reverse=True)))
     text_parts = re.split(f"({token_pattern})", text) if name_by_token else [text]
@@ -182,7 +182,7 @@ def split_at_tokens(text: str, token_names: dict[str, str]) -> list[str]:
 
 
 def split_at_token(text: str, token_names: dict[str, str]) -> tuple[str, str, bool]:
-    """Return (the text in front of the first token, the expression of the rest, whether there is a token)."""
+    """Return (the text before the first token, the expression of the rest, whether there is a token)."""
     text_before = next(iter(split_at_tokens(text, token_names)), "")
     if text_before in token_names:
         text_before = ""

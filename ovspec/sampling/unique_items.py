@@ -1,6 +1,6 @@
-"""Finds what would write an item again in a JSON array whose items must all differ.
+"""Finds the tokens that would duplicate an item in a JSON array with unique items.
 
-A grammar can't tell, because it has no memory of the items. So the text is followed here, byte by byte, beside it.
+A grammar has no memory of the items, so it can't do this. The text is also followed here, byte by byte.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ovspec.grammars.json_schema.item_tracks import ItemTracks
 from ovspec.grammars.json_schema.shapes import search_pattern
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 
-# A token -> (the tokens that a grammar allows after it, the same function for that place).
+# A token -> (the tokens that a grammar allows after it, the same function for that position).
 FollowingIds = Callable[[int], tuple[list[int], "FollowingIds"]]
 ITEM_CLOSERS = re.compile(rb"[\]},\s]")
-MAX_SEARCH_STEPS = 400  # looked ahead for a mask
-MAX_UNFILTERED_IDS = 300  # tokens that are all tried
+MAX_SEARCH_STEPS = 400  # tokens looked ahead for a mask
+MAX_UNFILTERED_IDS = 300  # up to this many tokens are all tried
 JSON_TOKEN = re.compile(r"""\s+|"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|[a-z]+|[\[\]{}:,]""", re.DOTALL)
 JSON_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
 
@@ -30,7 +30,7 @@ JSON_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
 class BegunItem:
     """An item as far as it is written.
 
-    ``finished_text``: its finished tokens, written as ``normalize_json_token`` does; ``open_text``: the rest.
+    ``finished_text``: its finished tokens, as written by ``normalize_json_token``; ``open_text``: the rest.
     ``is_number``: the rest is a number.
     """
 
@@ -45,19 +45,19 @@ class BegunItem:
         finished_tokens: list[str] = []
         while match := JSON_TOKEN.match(text, offset):
             if match.end() == len(text) and match[0].strip('[]{}:," \t\r\n') and not match[0].endswith('"'):
-                break  # a number or a word, which may go on
+                break  # a number or a word, which may continue
             finished_tokens.append(normalize_json_token(match[0]) if match[0].strip() else "")
             offset = match.end()
         open_text = text[offset:]
         if open_text.startswith('"'):
             return cls("".join(finished_tokens), normalize_open_string(open_text))
         is_number = open_text[:1] == "-" or open_text[:1].isdigit()
-        # All that follows a 0 with an exponent is 0.
+        # A zero stays zero with any exponent.
         is_zero = is_number and "e" in open_text.lower() and not open_text.lower().partition("e")[0].strip("-0.")
         return cls("".join(finished_tokens), "0e" if is_zero else open_text, is_number)
 
     def may_become(self, text: str) -> bool:
-        """Return whether ``text``, a whole item, is like this one so far."""
+        """Return whether ``text``, a whole item, begins like this item so far."""
         if not text.startswith(self.finished_text):
             return False
         remaining_text = text[len(self.finished_text) :]
@@ -69,7 +69,7 @@ class BegunItem:
 
 
 def normalize_open_string(begun_string: str) -> str:
-    """Return a string that hasn't ended, as ``normalize_json_token`` writes it."""
+    """Return an unfinished string as ``normalize_json_token`` writes it."""
     begun_string = (
         re.sub(r"\\(u[0-9a-fA-F]{0,3})?$", "", begun_string) if not begun_string.endswith("\\\\") else begun_string
     )
@@ -77,7 +77,7 @@ def normalize_open_string(begun_string: str) -> str:
 
 
 def normalize_json_token(token: str) -> str:
-    """Return a token of JSON in the one spelling of its value."""
+    """Return a token of JSON in its canonical spelling."""
     try:
         return json.dumps(replace_whole_floats(json.loads(token, strict=False)), ensure_ascii=False)
     except ValueError:  # a bracket, a comma or a colon
@@ -86,7 +86,7 @@ def normalize_json_token(token: str) -> str:
 
 @dataclass
 class ContinuationSearch:
-    """A search for a way on from some tokens. ``dead_end_by_item``: whether a begun item leads nowhere."""
+    """A search for a continuation of some tokens. ``dead_end_by_item``: whether a begun item is a dead end."""
 
     steps_left: int = MAX_SEARCH_STEPS
     dead_end_by_item: dict[BegunItem, bool] = field(default_factory=dict)
@@ -94,11 +94,11 @@ class ContinuationSearch:
 
 @dataclass(frozen=True, slots=True)
 class OpenContainer:
-    """An array or object that has begun.
+    """An open array or object.
 
-    ``earlier_items``: the items so far, if they must differ; ``earlier_texts``: as ``normalize_json_token`` writes
-    their tokens. ``item_start``: where the current item begins in the text. ``track_numbers``: the tracks of the whole;
-    ``item_tracks``: those of the current item or property.
+    ``earlier_items``: the items so far, if they must be unique; ``earlier_texts``: their tokens as written by
+    ``normalize_json_token``. ``item_start``: start of the current item in the text. ``track_numbers``: the tracks of
+    the whole; ``item_tracks``: the tracks of the current item or property.
     """
 
     is_array: bool
@@ -116,13 +116,13 @@ class OpenContainer:
 
 @dataclass(frozen=True, slots=True)
 class JsonCursor:
-    """A place in a JSON text. ``token_kind``: "string", "escape" (in a string), "scalar" or "" between tokens."""
+    """A position in a JSON text. ``token_kind``: "string", "escape" (in a string), "scalar" or "" between tokens."""
 
     text: bytes = b""
     containers: tuple[OpenContainer, ...] = ()
     token_kind: str = ""
-    expects_key: bool = False  # the string is, or the next one will be, the name of a property
-    token_start: int = 0  # where the string or scalar begins
+    expects_key: bool = False  # the open or next string is a property name
+    token_start: int = 0  # start of the string or scalar
     skipped_bytes: int = 0  # bytes before the JSON text
 
 
@@ -130,8 +130,8 @@ class UniqueItems:
     """Follows texts of one schema.
 
     Args:
-        tracks: where arrays with different items may be.
-        vocabulary: the bytes that each token id adds to a text.
+        tracks: where the arrays with unique items may be.
+        vocabulary: the bytes added to a text by each token id.
     """
 
     def __init__(self, tracks: ItemTracks, vocabulary: Sequence[bytes | None]) -> None:
@@ -151,27 +151,27 @@ class UniqueItems:
         self._zero_ids = [token_id for token_text, token_id in token_bytes if not token_text.strip(b"0.eE+-")]
 
     def advance_cursor(self, cursor: JsonCursor, token: int) -> JsonCursor | None:
-        """Return ``cursor`` with ``token`` behind it; None if that completes an item that is there already."""
+        """Return ``cursor`` with ``token`` appended; None if it completes a duplicate item."""
         added_bytes = self._vocabulary[token] if token < len(self._vocabulary) else None
         try:
             return self.advance_by_bytes(cursor, added_bytes) if added_bytes else cursor
-        except ValueError:  # not JSON, which the grammar sees to
+        except ValueError:  # invalid JSON, which the grammar prevents
             return cursor
 
     def find_forbidden_ids(
         self, cursor: JsonCursor, tokens: Iterable[int], find_following_ids: FollowingIds
     ) -> list[int]:
-        """Return those of ``tokens`` after which an item would be, or could only become, one that is there already.
+        """Return the ``tokens`` after which an item would be, or could only become, a duplicate.
 
         Args:
-            tokens: ids that the grammar allows; only those that ``find_suspect_ids`` returns can be forbidden.
-            find_following_ids: returns (what is allowed after a token, itself for that place), as the grammar says.
+            tokens: ids allowed by the grammar; only the results of ``find_suspect_ids`` can be forbidden.
+            find_following_ids: returns (the ids allowed after a token, itself for that position), by the grammar.
         """
         repeat_search = ContinuationSearch()
         return [token for token in tokens if self._leads_nowhere(cursor, token, find_following_ids, repeat_search)]
 
     def find_suspect_ids(self, cursor: JsonCursor, allowed_ids: np.ndarray) -> list[int]:
-        """Return those of the ``allowed_ids`` (n,) that might repeat an item, or begin one like an earlier item."""
+        """Return the ``allowed_ids`` (n,) that might duplicate an item, or begin like an earlier item."""
         containers = [container for container in cursor.containers if container.earlier_items]
         if not containers:
             return []
@@ -202,9 +202,9 @@ class UniqueItems:
             if not repeat_search.steps_left:
                 return False
             repeat_search.steps_left -= 1
-            repeat_search.dead_end_by_item[repeated_item] = True  # what leads only back to itself leads nowhere
+            repeat_search.dead_end_by_item[repeated_item] = True  # a path back to itself only is a dead end
             following_ids, find_next_ids = find_following_ids(token)
-            # White space can't lead where nothing else does.
+            # White space leads nowhere that other tokens don't.
             following_ids = [token_id for token_id in following_ids if (self._vocabulary[token_id] or b"x").strip()]
             repeat_search.dead_end_by_item[repeated_item] = bool(following_ids) and all(
                 self._leads_nowhere(next_cursor, token_id, find_next_ids, repeat_search) for token_id in following_ids
@@ -212,7 +212,7 @@ class UniqueItems:
         return repeat_search.dead_end_by_item[repeated_item]
 
     def _find_repeated_item(self, cursor: JsonCursor) -> BegunItem | None:
-        """Return the item that has begun, or must follow, if it is like an earlier one so far."""
+        """Return the open or next item, if it is like an earlier item so far."""
         for container in cursor.containers:
             if container.earlier_items and (container.item_start >= 0 or cursor.text.rstrip().endswith(b",")):
                 open_item = container.begun_item(cursor)
@@ -221,7 +221,7 @@ class UniqueItems:
         return None
 
     def advance_by_bytes(self, cursor: JsonCursor, added_bytes: bytes) -> JsonCursor | None:
-        """Return ``cursor`` with ``added_bytes`` behind it; None if that completes an item that is there already."""
+        """Return ``cursor`` with ``added_bytes`` appended; None if they complete a duplicate item."""
         skipped_count = min(cursor.skipped_bytes, len(added_bytes))
         json_reader = JsonByteReader(self._tracks, cursor, added_bytes[skipped_count:])
         if not all(map(json_reader.read_byte, range(len(cursor.text), len(json_reader.text)))):
@@ -238,7 +238,7 @@ class UniqueItems:
 
 
 class JsonByteReader:
-    """Reads the bytes of ``added_bytes`` behind a text; its fields are those of ``JsonCursor``."""
+    """Reads ``added_bytes`` appended to a text; its fields are like ``JsonCursor``'s."""
 
     def __init__(self, tracks: ItemTracks, cursor: JsonCursor, added_bytes: bytes) -> None:
         self._tracks = tracks
@@ -249,7 +249,7 @@ class JsonByteReader:
         self.token_start = cursor.token_start
 
     def read_byte(self, offset: int) -> bool:
-        """Read the byte at ``offset``; return False if it completes an item that is there already."""
+        """Read the byte at ``offset``; return False if it completes a duplicate item."""
         byte = self.text[offset : offset + 1]
         if self.token_kind == "escape":
             self.token_kind = "string"
@@ -287,7 +287,7 @@ class JsonByteReader:
         return True
 
     def _begin_value(self, byte: bytes, offset: int) -> None:
-        """Note that a string, a number, a word, an array or an object begins."""
+        """Note the start of a string, a number, a word, an array or an object."""
         if (
             not self.expects_key
             and self.containers
@@ -313,7 +313,7 @@ class JsonByteReader:
             self.containers.append(OpenContainer(byte == b"[", track_numbers, frozenset() if is_unique else None))
 
     def _begin_property(self, property_name: str) -> None:
-        """Note which property's value follows."""
+        """Note the property of the next value."""
         item_tracks = set[int]()
         for track in self._list_item_tracks(self.containers[-1]):
             if "rest" in track:
@@ -333,14 +333,14 @@ class JsonByteReader:
         return (track for track_number in container.track_numbers for track in self._tracks[track_number])
 
     def _end_value(self, value_end: int) -> bool:
-        """Note that a value has ended before ``value_end``; return False if it is in the array around it already."""
+        """Note the end of a value before ``value_end``; return False if it duplicates an item of its array."""
         if not self.containers or not self.containers[-1].is_array:
             return True
         container = self.containers[-1]
         changed_container = replace(container, item_index=container.item_index + 1, item_start=-1)
         if container.earlier_items is not None:
             item_text = self.text[container.item_start : value_end]
-            # The same for equal values, as JSON Schema compares them.
+            # The same for equal values, as in JSON Schema.
             item_json = json.dumps(
                 replace_whole_floats(json.loads(item_text, strict=False)), sort_keys=True, ensure_ascii=False
             )
@@ -359,7 +359,7 @@ class JsonByteReader:
 
 
 def replace_whole_floats(value: JsonValue) -> JsonValue:
-    """Return a value of JSON with integers instead of equal fractions."""
+    """Return a JSON value with integers instead of equal fractions."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A vocabulary's tokens sorted by their bytes, to find the tokens that begin with, or belong to, some text."""
+"""A vocabulary's tokens sorted by their bytes, to find tokens that begin with, or belong to, a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class VocabularyIndex:
-    """The tokens of a vocabulary sorted by their bytes, without ids that add nothing to a text."""
+    """The tokens of a vocabulary sorted by their bytes, without empty tokens."""
 
     def __init__(self, vocabulary: Sequence[bytes | None]) -> None:
         self.vocabulary = vocabulary
@@ -27,7 +27,7 @@ class VocabularyIndex:
         return next_index < len(self._sorted_bytes) and self._sorted_bytes[next_index].startswith(prefix)
 
     def ids_compatible_with(self, text: bytes) -> list[int]:
-        """Return the ids of the tokens that ``text`` begins with, and of the tokens that begin with ``text``."""
+        """Return the ids of tokens that begin with ``text``, or that ``text`` begins with."""
         return self.ids_of_prefixes(text[:-1]) + self.ids_with_prefix(text)
 
     def ids_of_prefixes(self, text: bytes) -> list[int]:
@@ -38,19 +38,19 @@ class VocabularyIndex:
             if first_index == len(self._sorted_bytes) or not self._sorted_bytes[first_index].startswith(
                 text[:prefix_length]
             ):
-                break  # no token begins with this or more
+                break  # no token begins with this prefix or a longer one
             prefix_ids += self._sorted_ids[first_index : bisect.bisect_right(self._sorted_bytes, text[:prefix_length])]
         return prefix_ids
 
     def ids_with_prefix(self, text: bytes) -> list[int]:
-        """Return the ids of the tokens that begin with ``text``."""
+        """Return the ids of tokens with the prefix ``text``."""
         first_index = bisect.bisect_left(self._sorted_bytes, text)
-        # They are adjacent, and all of them are shorter than this many 0xFF.
+        # They are adjacent, and all are shorter than this many 0xFF.
         last_index = bisect.bisect_left(self._sorted_bytes, text + b"\xff" * (self.max_length + 1))
         return self._sorted_ids[first_index:last_index]
 
     def ids_containing(self, text: bytes) -> list[int]:
-        """Return the ids of the tokens that contain ``text``, which is UTF-8."""
+        """Return the ids of tokens that contain ``text``, valid UTF-8."""
         joined_bytes, token_starts = self._joined_tokens
         containing_ids: list[int] = []
         match_position = joined_bytes.find(text)
@@ -62,15 +62,15 @@ class VocabularyIndex:
 
     @functools.cached_property
     def _joined_tokens(self) -> tuple[bytes, list[int]]:
-        """All tokens with 0xFF between them, which UTF-8 never has, and their starts; the last entry is the length."""
+        """All tokens separated by 0xFF, never part of UTF-8, and their starts; the last entry is the length."""
         token_lengths = (len(token) + 1 for token in self._sorted_bytes)
         return b"\xff".join([*self._sorted_bytes, b""]), list(itertools.accumulate(token_lengths, initial=0))
 
     def added_bytes(self, token: int) -> bytes:
-        """Return the bytes that ``token`` adds to a text; empty if it adds none."""
+        """Return the bytes added to a text by ``token``; empty for an empty token."""
         return (token < self.size and self.vocabulary[token]) or b""
 
     def join_bytes(self, tokens: np.ndarray) -> bytes:
-        """Return the bytes that ``tokens``, (n,), add to a text."""
+        """Return the bytes added to a text by ``tokens``, (n,)."""
         known_ids = (int(token) for token in tokens if token < self.size)
         return b"".join([self.vocabulary[token] or b"" for token in known_ids])

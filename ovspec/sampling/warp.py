@@ -1,4 +1,4 @@
-"""Pure numpy functions that shape logits before a token is drawn.
+"""Pure numpy functions to shape logits before sampling a token.
 
 Order, as in Hugging Face: logit bias, repetition penalty, presence and frequency penalty, min_tokens, temperature,
 top-k, top-p, min-p, typical-p.
@@ -15,10 +15,10 @@ from ovspec.base.errors import OvspecError
 from ovspec.params import SamplingParams
 
 RARE_TOKEN_SHARE = (
-    1e-3  # tokens less likely than this part of the most likely token's probability rarely matter for top-p
+    1e-3  # tokens less likely than this share of the most likely token's probability rarely matter for top-p
 )
 MAXIMA_BLOCK_SIZE = 128  # size of blocks in the search for the largest logits
-NO_TOKEN_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
+NO_TOKEN_LEFT = "No token can follow: all are excluded, or the model's logits are NaN."
 
 
 class WarpedLogits(NamedTuple):
@@ -39,7 +39,7 @@ class WarpedLogits(NamedTuple):
 
 
 def certain_distribution(token: int) -> WarpedLogits:
-    """Return a distribution in which ``token`` has probability 1."""
+    """Return a distribution with probability 1 for ``token``."""
     return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))
 
 
@@ -94,7 +94,7 @@ def select_positions(
 def find_smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
     """Return indices of the smallest ``sort_keys`` (n,) whose ``weights`` (n,) sum to ``weight_limit``; ties stay.
 
-    If there are many keys, only those in the bucket where the limit is reached are sorted.
+    If there are many keys, only the bucket that reaches the limit is sorted.
     """
     bucket_members = np.arange(len(sort_keys))
     weight_before = 0.0
@@ -115,7 +115,7 @@ def find_smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weigh
 
 
 def ids_of_largest_logits(logits: np.ndarray, count: int) -> np.ndarray:
-    """Return the ids of the ``count`` largest ``logits`` (vocab,), and of any that tie with the smallest of these."""
+    """Return the ids of the ``count`` largest ``logits`` (vocab,), including ties with the smallest of these."""
     blocked_length = len(logits) // MAXIMA_BLOCK_SIZE * MAXIMA_BLOCK_SIZE
     if blocked_length // MAXIMA_BLOCK_SIZE > 2 * count:
         # The count-th largest block maximum is at most the count-th largest logit.

@@ -1,4 +1,4 @@
-"""Access to the server: keys and hosts, checked before the API sees a request, and the log."""
+"""Access to the server: checks of keys and hosts before the API, and the log."""
 
 import ipaddress
 import logging
@@ -24,12 +24,12 @@ KEY_NUMBER = "key_number"
 STREAM_STATUS = "stream_status"
 IGNORED_NAMES = "ignored_names"
 IGNORED_HEADER = "X-Ovspec-Ignored"
-MAX_LOGGED_FIELDS = 100  # ignored fields that the log names
+MAX_LOGGED_FIELDS = 100  # ignored fields in the log
 ACCESS_LOG = logging.getLogger("ovspec.access")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` names this machine alone."""
+    """Return whether ``host`` is this machine's loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -37,32 +37,32 @@ def is_loopback(host: str) -> bool:
 
 
 def find_request_key_number(http_request: Request) -> int | None:
-    """Return the number of the key that a request was sent with, or None."""
+    """Return the index of a request's key, or None."""
     return getattr(http_request.state, KEY_NUMBER, None)
 
 
 def add_ignored_names(http_request: Request, names: Iterable[str]) -> None:
-    """Add names of ignored fields, for the reply's head and the log."""
+    """Add names of ignored fields, for a response header and the log."""
     setattr(http_request.state, IGNORED_NAMES, [*getattr(http_request.state, IGNORED_NAMES, ()), *names])
 
 
 def safe_ignored_names(state: dict[str, Any]) -> list[str]:
-    """Return the ignored fields of a request, without characters that could deceive a reader."""
+    """Return the ignored fields of a request, without deceptive characters."""
     ignored_names = state.get(IGNORED_NAMES, ())
     safe_names = (re.sub(r"[^\w.-]", "?", name[:MAX_NAME_LENGTH], flags=re.ASCII) or "?" for name in ignored_names)
     return [*islice(dict.fromkeys(safe_names), MAX_NAMED_FIELDS)]
 
 
 class AccessMiddleware:
-    """Refuses requests without a key or with a foreign host, before their bodies are read, and logs each.
+    """Refuses requests without a key or with a foreign host, before reading their bodies, and logs each request.
 
-    It also names the fields of a request that are ignored: in a header of the answer, and once in the log.
-    FastAPI reads a body before it asks for a key, and Starlette answers a foreign host in plain text.
+    It also reports a request's ignored fields: in a response header, and once in the log. FastAPI would read a body
+    before checking the key, and Starlette would answer a foreign host in plain text.
 
     Args:
-        keys: the keys that clients may use; none if no key is needed.
-        local_only: whether only programs on this machine are served, without a key. Then a request must name this
-            machine as its host, so that a web page whose name points here reaches nothing.
+        keys: the valid keys; empty if no key is needed.
+        local_only: serve only clients on this machine, without a key. Then a request's Host header must be this
+            machine, as a protection against web pages with DNS names for it.
         on_reply: called with the scope and the status of each request.
     """
 
@@ -97,7 +97,7 @@ class AccessMiddleware:
                 app = make_error_response(refusal, scope)
             await app(scope, receive, send_with_headers)
         except Exception:
-            status = 500  # also of a stream that began with 200
+            status = 500  # also for a stream after its status 200
             raise
         finally:
             status = state.get(STREAM_STATUS) or status or 499
@@ -106,18 +106,20 @@ class AccessMiddleware:
 
     def _log_request(self, scope: Scope, status: int, duration_ms: float) -> None:
         client = (scope.get("client") or ("-",))[0]
-        path = quote(scope["path"][:80])  # without characters that could deceive the log's reader
+        path = quote(scope["path"][:80])  # without deceptive characters
         ACCESS_LOG.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, duration_ms)
-        for field in safe_ignored_names(scope["state"]):  # each once, and not more than strangers may fill the log with
+        for field in safe_ignored_names(scope["state"]):  # each field once, and a limited number
             if field not in self._logged_fields and len(self._logged_fields) < MAX_LOGGED_FIELDS:
                 self._logged_fields.add(field)
                 ACCESS_LOG.info("requests have %s, which is ignored", field)
 
     def _check_access(self, scope: Scope) -> ApiError | None:
-        """Return the error for a request that is refused; record the number of its key."""
+        """Return the error for a refused request; record the index of its key."""
         headers = Headers(scope=scope)
         if self._local_only and not is_loopback(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
-            refusal = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
+            refusal = (
+                "This server accepts only localhost and 127.0.0.1 as its host; set an API key to serve other hosts."
+            )
             return ApiError(403, refusal)
         scheme, _, bearer_key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -132,6 +134,6 @@ class AccessMiddleware:
         return None
 
     def _find_key_number(self, key: str) -> int | None:
-        """Return the number of a key, or None, in constant time."""
+        """Return the index of a key, or None, in constant time."""
         key_matches = [secrets.compare_digest(key.strip().encode(), known_key) for known_key in self._keys]
         return key_matches.index(True) if any(key_matches) else None

@@ -1,4 +1,4 @@
-"""Admission of requests: how many may run and wait, for how long, and the threads that prepare them."""
+"""Admission of requests: limits on their number and time, and threads for preparing them."""
 
 import asyncio
 import re
@@ -20,15 +20,15 @@ from ovspec.server.errors import ApiError, ServerEndedError, make_text_error, ma
 from ovspec.text.tokenizer import LONG_TEXT_CHARACTERS
 
 T = TypeVar("T")
-RETRY_SECONDS = 2  # after which a client that was refused may try again
+RETRY_SECONDS = 2  # Retry-After for refused clients
 MAX_TEXTS = 128  # of a request
-# The work of threads. Checking a grammar, or a long text, holds up no request without one.
+# Kinds of work with separate threads: a grammar or a long text doesn't delay other requests.
 WorkKind = Literal["texts", "long", "grammars"]
 THREADS_PER_WORK_KIND = 4
 
 
 class Admission:
-    """Counts the requests that are being answered, and refuses further ones beyond the limits."""
+    """Counts running requests, and refuses requests beyond the limits."""
 
     def __init__(self, lm: LanguageModel, engine: EngineThread, model_names: list[str], options: ServeParams) -> None:
         self._lm = lm
@@ -37,25 +37,25 @@ class Admission:
         self._strict_model = options.strict_model
         self._max_texts = options.batch_size + options.queue_size
         self._request_timeout = options.request_timeout
-        self.request_count = 0  # that are being answered
-        self._text_count = 0  # of these requests
+        self.request_count = 0  # running requests
+        self._text_count = 0  # texts of running requests
         self.draining = False  # whether the server only finishes its requests
         self.has_ended_requests = False
-        self._preparation_tasks = set[asyncio.Task[Any]]()  # requests that the engine doesn't have yet
+        self._preparation_tasks = set[asyncio.Task[Any]]()  # requests before their engine job
 
     def check_capacity(self, text_count: int = 1) -> None:
-        """Raise ApiError if no further request for this many texts can be admitted."""
+        """Raise ApiError unless a request for this many texts can be admitted."""
         if self.draining:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after=10)
         if not self._engine.is_alive:
             raise ApiError(503, "The server's engine has stopped; start the server again.")
-        # A request for more than the limit is admitted if there is no other.
+        # A request for more texts than the limit is admitted alone.
         if self._text_count + min(text_count, self._max_texts) > self._max_texts:
             raise ApiError(429, "Too many texts are waiting; try again later.", retry_after=RETRY_SECONDS)
 
     @contextmanager
     def admit(self, text_count: int = 1) -> Generator[None]:
-        """Count a request for this many texts while it is answered; raises ApiError if it can't be admitted."""
+        """Count a request for this many texts while it runs; raises ApiError if it can't be admitted."""
         text_count = min(text_count, MAX_TEXTS)
         self.check_capacity(text_count)
         self.request_count += 1
@@ -67,16 +67,19 @@ class Admission:
             self._text_count -= text_count
 
     def check_requested_model(self, model_name: str | None) -> None:
-        """Raise ApiError if a request names another model, and the server is strict about it."""
+        """Raise ApiError if a request names another model and the server is strict."""
         if model_name and self._strict_model:
             self.check_model_name(model_name)
 
     def check_model_name(self, model_name: str) -> None:
-        """Raise ApiError for a name that the model doesn't have."""
+        """Raise ApiError for any other name than the model's."""
         if model_name not in self._model_names:
             quoted_names = " and ".join(self._model_names)
             raise ApiError(
-                404, f"There is no model {model_name!r:.80} here, only {quoted_names}.", "model", "model_not_found"
+                404,
+                f"There is no model {model_name!r:.80}; this server has {quoted_names}.",
+                "model",
+                "model_not_found",
             )
 
     def end_all_requests(self) -> None:
@@ -107,7 +110,7 @@ class Admission:
 
 
 async def run_unless_disconnected(http_request: Request, work: Awaitable[T]) -> T:
-    """Return the result of ``work``; if the client disconnects, which stops no endpoint, cancel it; raises ApiError."""
+    """Return the result of ``work``; cancel it and raise ApiError if the client disconnects."""
 
     async def wait_for_disconnect() -> None:
         while (await http_request.receive())["type"] != "http.disconnect":
@@ -149,7 +152,7 @@ class WorkerThreads:
             raise ApiError(400, message, param_match and param_match[1]) from None
 
     async def run_in_thread_for_body(self, http_request: Request, function: Callable[..., T], *arguments: Any) -> T:
-        """Return a function's result, as ``run_in_thread`` does, with the kind of work that the request's body is."""
+        """Run a function like ``run_in_thread``, with the kind of work for the request's body."""
         return await self.run_in_thread(function, *arguments, work_kind=await choose_work_kind(http_request))
 
 

@@ -1,4 +1,4 @@
-"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, the reports on the server, the page."""
+"""The API: the text endpoints of OpenAI, Anthropic and llama.cpp, reports on the server, and the page."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,7 +24,7 @@ from ovspec.server.reports import add_model_endpoints, add_monitoring_endpoints
 from ovspec.server.tokenize import add_token_endpoints
 from ovspec.server.verifying import add_verify_endpoint
 
-ROUTING_ERRORS = {404: "There is no such path; /openapi.json lists them.", 405: ERROR_DESCRIPTIONS[405]}
+ROUTING_ERRORS = {404: "There is no such path; see the paths in /openapi.json.", 405: ERROR_DESCRIPTIONS[405]}
 
 
 def make_app(context: ServerContext) -> FastAPI:
@@ -32,10 +32,10 @@ def make_app(context: ServerContext) -> FastAPI:
     app = FastAPI(
         title="ovspec",
         version=__version__,
-        summary="OpenAI's API on OpenVINO; a request's text doesn't depend on who else is asking.",
-        docs_url=None,  # their pages load scripts from elsewhere
+        summary="OpenAI's API on OpenVINO; a request's text is independent of other requests.",
+        docs_url=None,  # its page loads scripts from other sites
         redoc_url=None,
-        redirect_slashes=False,  # clients of APIs don't follow it with a body
+        redirect_slashes=False,  # API clients don't resend bodies after a redirect
         responses=describe_error_responses(""),
     )
     app.state.strict_fields = context.options.strict_fields
@@ -54,7 +54,7 @@ def make_app(context: ServerContext) -> FastAPI:
 
 
 def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that generate texts, and endpoints that count the tokens of their requests."""
+    """Add the endpoints for texts, and for counting the tokens of their requests."""
     endpoints = TextEndpoints(context)
     for path, api in TEXT_APIS.items():
         reply_description = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
@@ -80,7 +80,7 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
 
 
 def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
-    """Return an endpoint that calls a function; FastAPI reads the type of its bodies from its signature."""
+    """Return an endpoint for a function; FastAPI reads the type of its body from its signature."""
 
     async def endpoint(body: Any, http: Request) -> Any:
         return await function(body, http)
@@ -90,7 +90,7 @@ def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body:
 
 
 def suggest_base_url(path: str) -> str | None:
-    """Return the advice for a client whose wrong base URL leads to this path, or None."""
+    """Return the advice for a client with a wrong base URL, judged by this path, or None."""
     if path.startswith("/v1/v1/"):
         return "There is no such path: the client adds /v1 by itself; leave it out of its base URL."
     if f"/v1{path}" in BODY_TYPES or path == "/models":

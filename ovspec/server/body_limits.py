@@ -26,17 +26,17 @@ B = TypeVar("B", bound=BaseModel)
 
 MAX_BODY_BYTES = 8_000_000  # bytes; the longest contexts have a few million characters
 BODY_SECONDS = 60.0  # until a body has arrived
-MAX_COMMAS = 1_000_000  # so many values at most; parsing holds Python's lock and so stops everything else
+MAX_COMMAS = 1_000_000  # limit on values; parsing holds Python's lock and so blocks everything else
 LARGE_BODY_BYTES = 100_000  # bytes of a body
-# Reads large bodies, one at a time, so that they don't take much memory at once.
+# Parses large bodies one at a time, to limit memory.
 LARGE_BODY_READER = ThreadPoolExecutor(1, "ovspec bodies")
 
 
 class BoundedRequest(Request):
-    """A request with limits on its body, because Starlette has none on time, and answers 413 in plain text."""
+    """A request with limits on its body: Starlette has no time limit, and answers 413 in plain text."""
 
     async def json(self) -> Any:
-        """Return the body as a model; FastAPI would collect an error for each wrong item."""
+        """Return the body as a model; FastAPI would collect an error per wrong item."""
         raw_body = await self.body()
         body_type = BODY_TYPES[self.url.path]
         report_ignored = None if self.app.state.strict_fields else partial(add_ignored_names, self)
@@ -51,7 +51,7 @@ class BoundedRequest(Request):
         if self.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
         too_large_error = ApiError(
-            413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB.", close_connection=True
+            413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send less.", close_connection=True
         )
         if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:
             raise too_large_error
@@ -73,7 +73,7 @@ class BoundedRequest(Request):
 
 
 class BoundedRoute(APIRoute):
-    """A route whose requests are bounded."""
+    """A route with bounded requests."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
@@ -99,7 +99,7 @@ def parse_json_bytes(raw_body: bytes) -> JsonValue:
 def parse_body(raw_body: bytes, body_type: type[B], report_ignored: Callable[[list[str]], None] | None = None) -> B:
     """Return the body in ``raw_body``; raises ApiError if it isn't JSON, and for the first invalid field.
 
-    Fields that no request has are left out, and ``report_ignored`` is called with their names; without it they are
+    Fields unknown to all requests are left out, and ``report_ignored`` is called with their names; without it they are
     invalid.
     """
     if raw_body.count(b",") > MAX_COMMAS:

@@ -1,4 +1,4 @@
-"""The parts of the server that its endpoints share."""
+"""The shared parts of the server's endpoints."""
 
 import time
 from dataclasses import replace
@@ -14,11 +14,11 @@ from ovspec.text.generation_config import read_recommended_sampling
 
 
 class ServerContext:
-    """The parts of the server that its endpoints share.
+    """The shared parts of the server's endpoints.
 
-    model_names: the names of the model; replies have the first one.
+    model_names: the names of the model; replies have the first name.
     recommended_sampling: the sampling in the model's generation config.
-    sampling: of requests that set none.
+    sampling: the default sampling of requests.
     """
 
     def __init__(self, lm: LanguageModel, engine: EngineThread, model_names: list[str], options: ServeParams) -> None:
@@ -35,7 +35,7 @@ class ServerContext:
         if options.temperature:
             self.sampling = own_sampling | self.recommended_sampling
         defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})
-        # Without a schema, for which the mode is, no check would let it pass; see ``Overrides.apply_to``.
+        # Set without checks: the mode alone, without a schema, is invalid; see ``Overrides.apply_to``.
         defaults = lm.runtime.row_maker.with_long_texts(defaults)
         self.defaults = replace(defaults, json_schema_mode=options.json_schema_mode)
         self.admission = Admission(lm, engine, model_names, options)

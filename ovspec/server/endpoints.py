@@ -1,4 +1,4 @@
-"""The endpoints that generate texts: from the body of a request to its reply, whole or streamed."""
+"""The endpoints for texts: from the body of a request to its reply, whole or streamed."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ IndexedPieces = list[tuple[int, Piece]]  # with the indices of their rows
 
 
 class TextEndpoints:
-    """The endpoints of all APIs that generate text."""
+    """The text endpoints of all APIs."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -118,7 +118,7 @@ class TextEndpoints:
     # ------------------------------------------------------------ whole replies
 
     async def _generate_texts(self, prepared: PreparedRequest) -> None:
-        """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
+        """Generate all texts of a request, with retries under other seeds if requested."""
         reply_inputs = prepared.reply_inputs
         rows = reply_inputs.rows
         await self._generate_rows(rows, prepared.arrival_time)
@@ -137,7 +137,7 @@ class TextEndpoints:
         self._record_metrics(prepared)
 
     async def _make_retry_rows(self, prepared: PreparedRequest) -> dict[int, Row]:
-        """Return new rows for the texts that break their schema, by index."""
+        """Return new rows for texts in violation of their schema, by index."""
         reply_inputs = prepared.reply_inputs
         results = [row.result() for row in reply_inputs.rows]
         retry_arguments = self._lm.runtime, reply_inputs.request.prompts, prepared.params, results, True
@@ -145,7 +145,7 @@ class TextEndpoints:
             return await self._context.threads.run_in_thread(make_retry_rows, *retry_arguments, work_kind="grammars")
 
     async def _generate_rows(self, rows: list[Row], arrival_time: float) -> None:
-        """Generate rows whose pieces aren't streamed."""
+        """Generate rows without streaming."""
         async with aclosing(generate_pieces(self._context, rows, arrival_time)) as piece_batches:
             async for _ in piece_batches:
                 pass
@@ -153,7 +153,7 @@ class TextEndpoints:
             await self._validate_row_in_thread(row)
 
     async def _validate_row_in_thread(self, row: Row) -> None:
-        """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
+        """Check a finished text's schema in a thread, without blocking other requests; ``row.result`` is quick then."""
         if row.sampler.constraints.find_errors:
             await self._context.threads.run_in_thread(row.result, work_kind="grammars")
 
@@ -195,12 +195,12 @@ class TextEndpoints:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Starlette leaves the iterator of a stream open when its client disconnects; this closes it.
+    """Server-sent events. Closes the iterator of a stream after a disconnect; Starlette leaves it open.
 
     Args:
-        first_event: the first event, which its maker has awaited, so that an error before it is an ordinary reply.
+        first_event: the first event, awaited by the caller, so that an earlier error is an ordinary reply.
         reply_maker: makes the events of an error.
-        on_end: called when the stream has ended, in whichever way.
+        on_end: called at the end of the stream, in all cases.
     """
 
     media_type = "text/event-stream"
@@ -216,7 +216,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_state = scope["state"]
-        request_state[STREAM_STATUS] = 499  # unless it is sent to its end
+        request_state[STREAM_STATUS] = 499  # unless the stream is sent completely
         self.body_iterator = self._iterate_events(request_state)
         try:
             await super().__call__(scope, receive, send)
@@ -241,7 +241,7 @@ class EventStream(StreamingResponse):
 
 
 def format_event(event: BaseModel | bytes) -> bytes:
-    """Return a server-sent event, which is named if it has a type."""
+    """Return a server-sent event, named by its type, if any."""
     if isinstance(event, bytes):
         return event
     event_type: Any = getattr(event, "type", None)
@@ -252,7 +252,7 @@ def format_event(event: BaseModel | bytes) -> bytes:
 async def generate_pieces(
     context: ServerContext, rows: list[Row], arrival_time: float
 ) -> AsyncGenerator[IndexedPieces]:
-    """Let the engine generate rows; yield their pieces, and none after ``KEEP_ALIVE_SECONDS`` without a piece."""
+    """Generate rows in the engine; yield their pieces, or an empty list after a silent ``KEEP_ALIVE_SECONDS``."""
     if rows[0].finish_reason:  # only the prompts were requested
         yield [(index, Piece("", [], row.finish_reason)) for index, row in enumerate(rows)]
         return
@@ -261,7 +261,7 @@ async def generate_pieces(
     deliveries = asyncio.Queue[tuple[float, IndexedPieces | OvspecError]]()
 
     def deliver_pieces(pieces: IndexedPieces | OvspecError) -> None:
-        # The time is that of the engine: a client that reads slowly makes no token late.
+        # The engine's time: a slow client doesn't delay tokens.
         event_loop.call_soon_threadsafe(deliveries.put_nowait, (time.monotonic(), pieces))
 
     job = Job(rows, deliver_pieces)
@@ -272,7 +272,7 @@ async def generate_pieces(
     try:
         while unfinished_rows:
             try:
-                # Python 3.11's wait_for goes on in a task that is cancelled just when a piece comes.
+                # Python 3.11's wait_for can swallow a cancellation at the moment of a piece.
                 async with asyncio.timeout(min(KEEP_ALIVE_SECONDS, deadlines.seconds_left(job.started))):
                     delivered_at, pieces = await deliveries.get()
             except TimeoutError:
@@ -293,7 +293,7 @@ async def generate_pieces(
 
 
 class RequestDeadlines:
-    """The times at which a request must have begun and ended; ``arrival_time``: the time of its arrival."""
+    """The deadlines for a request's start and end; ``arrival_time``: the time of its arrival."""
 
     def __init__(self, context: ServerContext, arrival_time: float) -> None:
         self._options = context.options
@@ -306,9 +306,7 @@ class RequestDeadlines:
         if now > self._end_deadline:
             raise make_timeout_error(self._options.request_timeout)
         if not has_started and now > self._start_deadline:
-            waited_sentence = (
-                f"The request has waited for {self._options.queue_timeout:g} seconds, and its turn has not come"
-            )
+            waited_sentence = f"The request timed out after {self._options.queue_timeout:g} seconds in the queue"
             raise ApiError(503, f"{waited_sentence}; try again later.", code="timeout", retry_after=5)
         deadline = self._end_deadline if has_started else self._start_deadline
         return deadline - now + 0.01

@@ -14,7 +14,7 @@ from ovspec.protocols.errors import CONTEXT_LENGTH_EXCEEDED, RequestFailure, mak
 
 ANTHROPIC_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
 REQUEST_ID = "request_id"  # the field of a request's state with its id
-LINGER_SECONDS = 5.0  # that a client may go on sending a body that isn't read
+LINGER_SECONDS = 5.0  # for dropping the rest of an unread body
 PYTHON_ONLY_ADVICE = ", or a Path for a file"  # in a message on a grammar
 
 
@@ -26,12 +26,12 @@ class ServerEndedError(OvspecError):
 
 
 class ApiError(HTTPException):
-    """A request that is answered with an error.
+    """An error as the answer to a request.
 
-    param: the field that is wrong.
-    code: a word for programs, such as "model_not_found".
-    retry_after: seconds after which the client may try again.
-    close_connection: whether the connection is closed, because the rest of the body isn't read.
+    param: the wrong field.
+    code: a code for programs, such as "model_not_found".
+    retry_after: seconds until the client may try again.
+    close_connection: whether to close the connection, with the rest of the body unread.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ def message_for_clients(error: OvspecError, lm: LanguageModel) -> str:
 
 
 def make_prompt_error(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
-    """Return the error for a prompt that can't be used; ``field``: the field with the prompt."""
+    """Return the error for an invalid prompt; ``field``: the field with the prompt."""
     message = re.sub("^messages: ", f"{field}: ", message_for_clients(error, lm))
     return ApiError(400, message, field, CONTEXT_LENGTH_EXCEEDED if error.too_long else None)
 
 
 def make_text_error(error: OvspecError, lm: LanguageModel) -> ApiError:
-    """Return the error for a request whose text has failed."""
+    """Return the error for a failed text."""
     status = 422
     if isinstance(error, (ServerEndedError, UnavailableError)):
         status = 503
@@ -87,7 +87,7 @@ def to_request_failure(error: HTTPException) -> RequestFailure:
 
 
 def make_error_body(error: HTTPException, path: str = "", request_id: str | None = None) -> bytes:
-    """Return the body of an error's answer, in the shape of the API that ``path`` belongs to."""
+    """Return the body of an error, in the form of the API of ``path``."""
     failure = to_request_failure(error)
     if is_anthropic_path(path):
         return make_anthropic_error(failure, request_id).model_dump_json().encode()
@@ -100,16 +100,16 @@ def is_anthropic_path(path: str) -> bool:
 
 
 def make_error_response(error: HTTPException, scope: Scope) -> Response:
-    """Return the answer to a request that is an error."""
+    """Return the response for an error."""
     body = make_error_body(error, scope["path"], scope["state"].get(REQUEST_ID))
     response_type = ClosingResponse if "Connection" in (error.headers or {}) else Response
     return response_type(body, error.status_code, error.headers, "application/json")
 
 
 class ClosingResponse(Response):
-    """A response after which the connection is closed, though the request's body hasn't been read.
+    """A response followed by closing the connection, with the request's body unread.
 
-    Further data of the client is dropped for a while: a connection that is closed while data comes is reset, and its
+    Further data from the client is dropped for a while: closing a connection during incoming data resets it, and the
     client may never see the response.
     """
 

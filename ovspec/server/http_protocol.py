@@ -1,6 +1,6 @@
-"""The HTTP connections of clients, as uvicorn serves them: their number, and how long they may be slow.
+"""The HTTP connections of clients in uvicorn, with limits on their number and slowness.
 
-uvicorn has no limit on the time that a head takes, nor on a client that doesn't read.
+uvicorn itself has no time limit for a request's head or for a client's reading.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ from ovspec.server.errors import ApiError, make_error_body
 
 HEAD_SECONDS = 20.0  # until a request's head has arrived
 IDLE_SECONDS = 75  # between two requests; proxies keep connections for 60
-WRITE_SECONDS = 30.0  # that a client may take before it reads on
+WRITE_SECONDS = 30.0  # until a client must read on
 MAX_HEAD_BYTES = 65_536  # bytes
-SLICE_BYTES = 16_384  # bytes that are written at once
+SLICE_BYTES = 16_384  # bytes per write
 MAX_CONNECTIONS = 2_000
-MAX_OTHER_FILES = 200  # that the process may open besides
+MAX_OTHER_FILES = 200  # other open files of the process
 
 
 class ClientConnection(H11Protocol):
-    """A connection that is closed if a request's head doesn't arrive in time, or if the client doesn't read on."""
+    """A connection, closed if a request's head doesn't arrive in time or the client stops reading."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that writing is paused whenever the client has to read first
+        transport.set_write_buffer_limits(0)  # pauses writing until the client has read everything
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -62,7 +62,7 @@ class ClientConnection(H11Protocol):
         ACCESS_LOG.info("%s - - 400", (self.client or ("-",))[0])
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             return self.transport.abort()
-        message = f"This is not HTTP/1.1, or its head has more than {MAX_HEAD_BYTES} bytes."
+        message = f"The request is not HTTP/1.1, or its head has more than {MAX_HEAD_BYTES} bytes."
         body = make_error_body(ApiError(400, message))
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
@@ -79,7 +79,7 @@ class ClientConnection(H11Protocol):
             self._head_timer = None
 
     def _watch_unread(self, unread_bytes_before: int) -> None:
-        """Abort the connection if the client has read nothing since ``unread_bytes_before`` was its backlog; repeat."""
+        """Abort the connection if the client has read nothing since a backlog of ``unread_bytes_before``; repeat."""
         unread_bytes = self.transport.get_write_buffer_size()
         if unread_bytes >= unread_bytes_before:
             return self.transport.abort()
@@ -88,10 +88,10 @@ class ClientConnection(H11Protocol):
 
 
 def make_slicing_app(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` with the bodies that it sends cut into slices, each written when the one before is.
+    """Return ``app`` with its response bodies cut into slices, written one after the other.
 
-    For Windows, where a write counts as unread until its last byte is read: a slow client would look like a client
-    that has stopped.
+    For Windows: there a write counts as unread until its last byte is read, so a slow client would look like a stopped
+    client.
     """
 
     async def app_in_slices(scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +112,7 @@ def raise_open_file_limit() -> None:
     """Let this process open a file for each connection, if the system allows it."""
     try:
         import resource
-    except ImportError:  # on Windows, which has no such limit
+    except ImportError:  # Windows has no such limit
         return
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     file_limit = MAX_CONNECTIONS + MAX_OTHER_FILES

@@ -15,35 +15,33 @@ class Metrics:
     def __init__(self, engine: EngineThread) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._make_counter("requests", "Requests, by endpoint and status.", "endpoint", "status")
-        self.prompt_tokens = self._make_counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._make_counter("cached_tokens", "Tokens of prompts that were in the KV cache already.")
-        self.new_prompts = self._make_counter("new_prompts", "Prompts whose beginning wasn't in the KV cache.")
+        self.prompt_tokens = self._make_counter("prompt_tokens", "Prompt tokens.")
+        self.cached_tokens = self._make_counter("cached_tokens", "Prompt tokens found in the KV cache.")
+        self.new_prompts = self._make_counter("new_prompts", "Prompts without a cached prefix.")
         self.rounds = self._make_counter("rounds", "Rounds.")
         self.generated_tokens = self._make_counter("generated_tokens", "Tokens generated.")
         self.proposed_tokens = self._make_counter("proposed_tokens", "Tokens proposed, by drafter.", "drafter")
         self.accepted_tokens = self._make_counter("accepted_tokens", "Tokens accepted, by drafter.", "drafter")
-        self.lookahead = self._make_gauge("lookahead", "Tokens proposed for each text in the last round.")
-        self.running_texts = self._make_gauge("texts_running", "Texts that are being generated.")
-        self.waiting_texts = self._make_gauge("texts_waiting", "Texts that wait for their turn.")
-        self.blocks_used = self._make_gauge("cache_blocks_used", "Blocks of the KV cache that running texts hold.")
-        self.blocks_kept = self._make_gauge("cache_blocks_kept", "Blocks of the KV cache that are kept of ended texts.")
-        self.blocks_evicted = self._make_gauge(
-            "cache_blocks_evicted", "Blocks so far that were kept and have given way."
-        )
-        self.blocks_free = self._make_gauge("cache_blocks_free", "Blocks of the KV cache that are free.")
-        self._make_cache_gauge(engine, "limit", "Bytes that all KV caches may take together.")
-        self._make_cache_gauge(engine, "reserved", "Bytes of KV caches that running texts have or may grow by.")
-        self._make_cache_gauge(engine, "used", "Bytes of KV caches that running texts hold.")
-        self._make_cache_gauge(engine, "kept", "Bytes of KV caches that are kept of ended texts.")
+        self.lookahead = self._make_gauge("lookahead", "Proposed tokens per text in the last round.")
+        self.running_texts = self._make_gauge("texts_running", "Running texts.")
+        self.waiting_texts = self._make_gauge("texts_waiting", "Texts in the queue.")
+        self.blocks_used = self._make_gauge("cache_blocks_used", "KV cache blocks of running texts.")
+        self.blocks_kept = self._make_gauge("cache_blocks_kept", "Idle KV cache blocks, kept as prefix cache.")
+        self.blocks_evicted = self._make_gauge("cache_blocks_evicted", "Idle KV cache blocks evicted so far.")
+        self.blocks_free = self._make_gauge("cache_blocks_free", "Free KV cache blocks.")
+        self._make_cache_gauge(engine, "limit", "Memory limit of all KV caches, in bytes.")
+        self._make_cache_gauge(engine, "reserved", "Bytes reserved by running texts, with room to grow.")
+        self._make_cache_gauge(engine, "used", "Bytes of running texts' KV caches.")
+        self._make_cache_gauge(engine, "kept", "Bytes of the prefix cache.")
         self.texts_set_back = self._make_gauge(
-            "texts_set_back", "Texts so far whose KV caches were freed for others, and read again later."
+            "texts_set_back", "Texts set back so far: their KV caches were freed for others, and read again later."
         )
         self.texts_set_back.set_function(lambda: engine.measure_cache_usage().set_back_count)
         self.time_to_first_token = self._make_histogram(
             "time_to_first_token", "from a request to the first token of each of its texts"
         )
         self.time_between_tokens = self._make_histogram(
-            "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
+            "time_between_tokens", "between pieces of a text; a piece has the tokens of a round"
         )
         self.request_seconds = self._make_histogram("request_duration", "from a request to its last token")
         self.running_texts.set_function(lambda: engine.running_row_count)
@@ -56,7 +54,7 @@ class Metrics:
         self.blocks_free.set_function(lambda: engine.count_cache_blocks()[1])
 
     def record_round(self, pieces: list[tuple[int, Piece]], judged_proposals: list[tuple[Proposal, int]]) -> None:
-        """Count the pieces of a round, and the proposals that it judged, each with its number of accepted tokens."""
+        """Count the pieces of a round, and its verified proposals, each with its number of accepted tokens."""
         self.rounds.inc()
         self.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
         self.lookahead.set(

@@ -1,4 +1,4 @@
-"""The list of models: OpenAI's, with the fields that Anthropic's, llama.cpp's and Codex' clients read."""
+"""The list of models in OpenAI's form, with fields for the clients of Anthropic, llama.cpp and Codex."""
 
 from datetime import UTC, datetime
 from typing import Literal
@@ -17,8 +17,8 @@ CODEX_INSTRUCTIONS = (
 class LlamaCppModelMeta(ReplyModel):
     """llama.cpp's."""
 
-    n_ctx: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
-    n_ctx_train: int | None = Field(description="The same.")
+    n_ctx: int | None = Field(description="Limit for prompt and text together, in tokens; null if unknown.")
+    n_ctx_train: int | None = Field(description="The same as n_ctx.")
     n_vocab: int = Field(description="Tokens of the vocabulary.")
     size: int = Field(description="Bytes of the weights.")
 
@@ -28,10 +28,10 @@ class ModelEntry(ReplyModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ovspec"
-    max_model_len: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
-    sampling: dict[str, int | float] = Field(description="Sampling of requests that set none; empty: greedy.")
+    max_model_len: int | None = Field(description="Limit for prompt and text together, in tokens; null if unknown.")
+    sampling: dict[str, int | float] = Field(description="Default sampling of requests; empty for greedy decoding.")
     meta: LlamaCppModelMeta
-    type: Literal["model"] = Field("model", description="This and the next are Anthropic's.")
+    type: Literal["model"] = Field("model", description="This field and the following fields are Anthropic's.")
     display_name: str
     created_at: datetime
     max_input_tokens: int | None
@@ -41,14 +41,14 @@ class ModelEntry(ReplyModel):
 class ModelList(ReplyModel):
     object: Literal["list"] = "list"
     data: list[ModelEntry]
-    has_more: bool = False  # this and the next two are Anthropic's
+    has_more: bool = False  # this field and the next two are Anthropic's
     first_id: str
     last_id: str
-    models: list[JsonObject] = Field(description="The same as llama.cpp's clients and OpenAI's Codex read it.")
+    models: list[JsonObject] = Field(description="The same models, for clients of llama.cpp and for OpenAI's Codex.")
 
 
 def make_model_entry(lm: LanguageModel, model_name: str, created: int, sampling: dict[str, int | float]) -> ModelEntry:
-    """Return a model as OpenAI's API has it; ``sampling``: of requests that set none."""
+    """Return a model in the form of OpenAI's API; ``sampling``: the default of requests."""
     context_length = lm.target.ir.context_length
     meta = LlamaCppModelMeta(
         n_ctx=context_length,
@@ -70,10 +70,10 @@ def make_model_entry(lm: LanguageModel, model_name: str, created: int, sampling:
 
 
 def make_catalogue_entry(lm: LanguageModel, model_name: str) -> JsonObject:
-    """Return a model as llama.cpp's server and the catalogue of OpenAI's Codex describe it, in one."""
+    """Return a model in the form of both llama.cpp's server and the catalogue of OpenAI's Codex."""
     model_family = lm.target.ir.config.model_type or ""
     return {
-        # llama.cpp's, whose fields are Ollama's
+        # llama.cpp's, with Ollama's fields
         **dict.fromkeys(("modified_at", "size", "digest", "description", "parameters"), ""),
         "name": model_name,
         "model": model_name,

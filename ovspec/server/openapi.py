@@ -12,20 +12,20 @@ from ovspec.protocols.parsing import map_foreign_fields_to_paths
 from ovspec.server.errors import is_anthropic_path
 
 ERROR_DESCRIPTIONS: dict[int | str, str] = {
-    400: "A field or the body is wrong.",
-    401: "The key is missing or wrong.",
-    403: "The host isn't this machine, and the server has no key.",
-    404: "There is no such model or path.",
-    405: "The path doesn't take this method.",
-    408: "The body did not arrive in time.",
+    400: "The body or a field is invalid.",
+    401: "The API key is missing or wrong.",
+    403: "The Host header isn't localhost or 127.0.0.1, and the server has no API key.",
+    404: "Unknown model or path.",
+    405: "The path doesn't accept this method.",
+    408: "The body didn't arrive in time.",
     413: "The body is too large.",
     415: "The body isn't JSON.",
-    422: "The text can't be continued within its grammar.",
-    429: "Too many texts are waiting.",
-    500: "An inference failed.",
-    501: "The model can't do that.",
-    503: "The server is shutting down, lacks memory or files, or the request has waited for too long.",
-    504: "The request took too long.",
+    422: "The grammar has no valid continuation.",
+    429: "The queue is full.",
+    500: "Inference failed.",
+    501: "The model doesn't support this.",
+    503: "The server is shutting down, lacks memory or a model file, or the request timed out in the queue.",
+    504: "The request timed out.",
 }
 
 # An event; its data is JSON, or [DONE].
@@ -34,7 +34,7 @@ STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description"
 
 
 def describe_error_responses(path: str) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a path that are errors, for the OpenAPI document."""
+    """Return the error responses of a path, for the OpenAPI document."""
     error_model = AnthropicErrorBody if is_anthropic_path(path) else OpenAIErrorBody
     return {
         status: {"model": error_model, "description": description} for status, description in ERROR_DESCRIPTIONS.items()
@@ -42,7 +42,7 @@ def describe_error_responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def make_openapi_document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, which also says which unknown fields are refused."""
+    """Return the OpenAPI document, including refused unknown fields."""
     document = FastAPI.openapi(app)
     schemas = document["components"]["schemas"]
     for body_type in (*BODY_TYPES.values(), StreamOptions):

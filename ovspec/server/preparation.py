@@ -26,12 +26,12 @@ from ovspec.text.infill import NO_FIM_ERROR, InfillPrompt
 # Limits of a request.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4_000  # of all stop strings together
-MAX_LOGPROBS = 300_000  # tokens, and the most likely tokens at each position
+MAX_LOGPROBS = 300_000  # tokens and top alternatives
 
 
 @dataclass
 class PreparedRequest:
-    """A request that is ready for the engine; ``arrival_time``: when it came."""
+    """A request ready for the engine, with its arrival time."""
 
     api: TextApi
     params: Params
@@ -40,7 +40,7 @@ class PreparedRequest:
 
 
 class RequestPreparer:
-    """Makes rows of requests; ``defaults``: the params that requests don't set."""
+    """Makes rows from requests; ``defaults``: the default params."""
 
     def __init__(
         self, lm: LanguageModel, engine: EngineThread, model_name: str, defaults: Params, options: ServeParams
@@ -86,7 +86,7 @@ class RequestPreparer:
             raise make_prompt_error(error, self._lm, request.prompt_field) from None
 
     def read_request(self, api: TextApi, body: BaseModel, http_request: Request) -> TextRequest:
-        """Return the request in a body; reports the fields that it ignores."""
+        """Return the request in a body; reports ignored fields."""
         request = replace(api.read_body(body), model_context_length=self._lm.target.ir.context_length)
         options = request.overrides.values
         ignored_names = dict.fromkeys(request.ignored)
@@ -101,14 +101,14 @@ class RequestPreparer:
     def select_template_variables(
         self, template_variables: dict[str, Any], has_tools: bool, ignored_names: IgnoredNames
     ) -> dict[str, Any]:
-        """Return the variables that the chat template reads; names of the others are added to ``ignored_names``."""
+        """Return the chat template's variables; names of unknown variables are added to ``ignored_names``."""
         chat_template = self._lm.runtime.prompt_encoder.chat_format.template
         unread_names = chat_template.unread_variables(template_variables, has_tools or "tools" in template_variables)
         ignored_names |= {f"chat_template_kwargs.{name}": None for name in unread_names}
         return {name: value for name, value in template_variables.items() if name not in unread_names}
 
     def report_ignored(self, ignored_names: Iterable[str], http_request: Request) -> None:
-        """Report ignored fields in the reply's head and the log; raises ApiError if the server is strict."""
+        """Report ignored fields in a response header and the log; raises ApiError if the server is strict."""
         first_name = next(iter(ignored_names), None)
         if first_name is None:
             return
@@ -117,7 +117,7 @@ class RequestPreparer:
         add_ignored_names(http_request, ignored_names)
 
     def make_request_params(self, request: TextRequest) -> Params:
-        """Return the complete params of a request; raises OvspecError for wrong options and beyond limits."""
+        """Return the complete params of a request; raises OvspecError for wrong options or exceeded limits."""
         if request.is_infill and not self._lm.tokenizer.fim_tokens:
             raise ApiError(501, NO_FIM_ERROR, "suffix" if request.kind == "completion" else None)
         params = request.overrides.apply_to(self._defaults, request.kind)
@@ -148,7 +148,7 @@ def check_stop_strings(request: TextRequest, params: Params) -> None:
         limit_clause = f"at most {MAX_STOPS} with {MAX_STOP_CHARACTERS:,} are allowed"
         field = request.overrides.client_names.get("stop", "stop")
         raise ApiError(
-            400, f"{field} has {stop_count} strings with {character_count} characters in all; {limit_clause}.", field
+            400, f"{field} has {stop_count} strings with {character_count} characters in total; {limit_clause}.", field
         )
 
 
@@ -160,7 +160,7 @@ def check_text_count(request: TextRequest, params: Params) -> None:
 
 
 def check_prompt_sizes(lm: LanguageModel, request: TextRequest) -> None:
-    """Raise ApiError for a prompt that the context can't hold, before it is encoded, which would take long."""
+    """Raise ApiError for a prompt too long for the context, before encoding it at length."""
     context_length = lm.target.ir.context_length
     if not context_length:
         return
@@ -174,7 +174,7 @@ def check_prompt_sizes(lm: LanguageModel, request: TextRequest) -> None:
 
 
 def count_required_characters(prompt: Any, request: TextRequest) -> int:
-    """Return the number of characters of a prompt that can't be left out; 0 for token ids."""
+    """Return the number of required characters in a prompt; 0 for token ids."""
     match prompt:
         case str():
             return len(prompt)
@@ -185,7 +185,7 @@ def count_required_characters(prompt: Any, request: TextRequest) -> int:
 
 
 def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -> DraftLimits:
-    """Return the limits of a request's proposals; raises ApiError for drafters that the server doesn't have."""
+    """Return the limits of a request's proposals; raises ApiError for unknown drafters."""
     if request.draft is None:
         return DraftLimits(None, params.lookahead_limit)
     loaded_drafters = list_loaded_drafters(lm)
@@ -194,7 +194,7 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
         requested_drafters = frozenset(request.draft.split(","))
     if not requested_drafters <= {*loaded_drafters}:
         drafters_text = " and ".join(loaded_drafters) or "no drafters"
-        message = f'draft is {request.draft!r:.80}; this server has {drafters_text}, and "none" proposes nothing.'
+        message = f'draft is {request.draft!r:.80}, but this server has {drafters_text}; use "none" for plain decoding.'
         raise ApiError(400, message, "draft")
     return DraftLimits(requested_drafters, params.lookahead_limit)
 
@@ -211,7 +211,7 @@ def list_loaded_drafters(lm: LanguageModel) -> list[str]:
 
 
 def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextRequest, rows: list[Row]) -> None:
-    """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.
+    """Limit texts to the memory, like the context: agents request the maximum length of any model.
 
     Where a request sets no ``max_tokens``, they also end where its log-probabilities would be too many.
 
@@ -220,7 +220,9 @@ def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextReque
     """
     for row in rows:
         if row.prompt_length >= memory_tokens:
-            sizes_sentence = f"The prompt has {row.prompt_length} tokens, but this server has room for {memory_tokens}"
+            sizes_sentence = (
+                f"The prompt has {row.prompt_length} tokens, but this server's KV cache holds {memory_tokens}"
+            )
             message = f"{sizes_sentence}; shorten the prompt."
             raise make_prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
         row.limit_length(memory_tokens)

@@ -1,4 +1,4 @@
-"""The server's properties as llama.cpp's server reports them."""
+"""The server's properties in llama.cpp's form."""
 
 from pydantic import Field
 
@@ -12,8 +12,8 @@ from ovspec.protocols.reply import ReplyModel
 
 
 class DefaultGenerationSettings(ReplyModel):
-    n_ctx: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
-    params: JsonObject = Field(description="The sampling of requests that set none.")
+    n_ctx: int | None = Field(description="Limit for prompt and text together, in tokens; null if unknown.")
+    params: JsonObject = Field(description="The default sampling of requests.")
 
 
 class Modalities(ReplyModel):
@@ -23,22 +23,22 @@ class Modalities(ReplyModel):
 
 class Props(ReplyModel):
     default_generation_settings: DefaultGenerationSettings
-    total_slots: int = Field(description="Texts that are generated at a time.")
+    total_slots: int = Field(description="Maximum number of texts generated at the same time.")
     model_alias: str
     model_path: str = Field(description="The folder's name.")
     modalities: Modalities
-    chat_template: str = Field(description="Empty if there is none.")
+    chat_template: str = Field(description="Empty if the model has no chat template.")
     bos_token: str
     eos_token: str
     build_info: str
     endpoint_slots: bool
-    endpoint_props: bool = Field(description="Whether POST can change something.")
+    endpoint_props: bool = Field(description="Whether POST can change settings.")
     endpoint_metrics: bool
     is_sleeping: bool
 
 
 def make_server_props(lm: LanguageModel, model_name: str, defaults: Params, batch_size: int) -> Props:
-    """Return the server's properties as llama.cpp's has them; ``batch_size``: texts that are generated at a time."""
+    """Return the server's properties in llama.cpp's form; ``batch_size``: maximum number of concurrent texts."""
     special_tokens = lm.runtime.prompt_encoder.special_tokens_by_role
     try:
         template_source = lm.runtime.prompt_encoder.chat_format.template.source

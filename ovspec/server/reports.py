@@ -19,36 +19,36 @@ from ovspec.server.props import Props, make_server_props
 
 
 class CacheState(ReplyModel):
-    limit_bytes: int = Field(description="Bytes that all KV caches may take together.")
-    reserved_bytes: int = Field(description="Bytes that running texts have or may grow by.")
-    used_bytes: int = Field(description="Bytes that running texts hold.")
-    kept_bytes: int = Field(description="Bytes that are kept of ended texts, and give way.")
-    set_back_count: int = Field(description="Texts so far that were set back for lack of memory, and read again.")
+    limit_bytes: int = Field(description="Memory limit of all KV caches.")
+    reserved_bytes: int = Field(description="Bytes reserved by running texts, with room to grow.")
+    used_bytes: int = Field(description="Bytes of running texts.")
+    kept_bytes: int = Field(description="Bytes of the prefix cache.")
+    set_back_count: int = Field(description="Texts set back so far for lack of memory, to be read again later.")
 
 
 class ReadyReply(ReplyModel):
     status: str
-    arithmetic: str = Field(description="exact, or what the probe found.")
+    arithmetic: str = Field(description="exact, or the probe's findings.")
     deterministic: bool = Field(description="Whether texts are independent of the load.")
     prefix_cache: Literal["exact", "may change bits", "off"] = Field(
         description="The effect of a cached prompt on its text."
     )
-    drafters: list[str] = Field(description="The drafters that requests may name in draft.")
+    drafters: list[str] = Field(description="The drafters for the field draft.")
     device: str
     engine: str
     cache: CacheState = Field(description="The memory of KV caches.")
 
 
-READY_MODEL: JsonObject = {"model": ReadyReply, "description": "Its state."}
+READY_MODEL: JsonObject = {"model": ReadyReply, "description": "The server's state."}
 READY_RESPONSES: dict[int | str, JsonObject] = {200: READY_MODEL, 503: READY_MODEL}
 
 
 def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that describe the model and the server."""
+    """Add the endpoints for describing the model and the server."""
     lm = context.lm
     model_names = context.model_names
 
-    @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
+    @app.get("/v1/models", tags=["model"], summary="List the served model's names.")
     async def models() -> ModelList:
         entries = [await model(name) for name in model_names]
         catalogue = [make_catalogue_entry(lm, name) for name in model_names]
@@ -60,7 +60,7 @@ def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
         return make_model_entry(lm, name, context.started_at, context.sampling)
 
     @app.get("/v1/props", include_in_schema=False)
-    @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
+    @app.get("/props", tags=["model"], summary="Describe the server, in llama.cpp's format.")
     async def props() -> Props:
         return await context.threads.run_in_thread(
             make_server_props, lm, model_names[0], context.defaults, context.options.batch_size
@@ -68,7 +68,7 @@ def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
 
 
 def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that report the server's state."""
+    """Add the endpoints for monitoring the server."""
     lm = context.lm
 
     @app.head("/health", include_in_schema=False)
@@ -76,7 +76,9 @@ def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY_RESPONSES)
+    @app.get(
+        "/ready", tags=["server"], summary="Readiness check, with the server's guarantees.", responses=READY_RESPONSES
+    )
     async def ready(response: Response) -> ReadyReply:
         status = "ready"
         try:

@@ -30,40 +30,41 @@ from ovspec.server.context import ServerContext
 from ovspec.server.http_protocol import make_uvicorn_config, raise_open_file_limit
 from ovspec.text.generation_config import format_sampling
 
-# The engine's thread must not wait for the 5 ms that Python grants other threads.
+# Python's default of 5 ms would delay the engine's thread.
 THREAD_SWITCH_SECONDS = 0.0005
 KEY_VARIABLE = "OVSPEC_API_KEY"
 
 
 def read_api_keys(key_file: Path | None) -> list[str]:
-    """Return the keys that clients may use: in ``key_file``, or in OVSPEC_API_KEY."""
+    """Return the valid API keys, from ``key_file`` or OVSPEC_API_KEY."""
     key_lines = read_text(key_file).splitlines() if key_file else [os.environ.get(KEY_VARIABLE, "")]
     keys = [key_line.strip() for key_line in key_lines if key_line.strip()]
     if key_file and not keys:
-        raise OvspecError(f"{key_file}: no key in it; write one a line.")
+        raise OvspecError(f"{key_file}: contains no key; write each key on its own line.")
     if not all(key.isascii() for key in keys):
         raise OvspecError(
-            f"{key_file or KEY_VARIABLE}: a key has characters other than ASCII, which clients can't send; "
-            "choose another."
+            f"{key_file or KEY_VARIABLE}: a key has non-ASCII characters, but clients can send only ASCII; choose "
+            "another."
         )
     return keys
 
 
 def check_option_combinations(options: ServeParams, keys: list[str]) -> None:
-    """Raise OvspecError for options that can't be combined, before a model is loaded."""
+    """Raise OvspecError for conflicting options, before a model is loaded."""
     if not is_loopback(options.host) and not keys and not options.insecure:
         raise OvspecError(
-            f"`host` is {options.host}, so others could use the server without a key; give an `api_key_file`, or "
-            "set `insecure` to serve everybody."
+            f"`host` is {options.host}, so anyone could use the server without a key; set `api_key_file`, or set "
+            "`insecure` to serve everybody."
         )
     if options.lookup_memory and len(keys) > 1:
         raise OvspecError(
-            "`lookup_memory` can't be combined with several keys: its speed would tell what others wrote."
+            "`lookup_memory` can't be combined with several keys, because latency could reveal others' prompts; "
+            "leave it out."
         )
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address; raises OvspecError if that isn't possible."""
+    """Return a socket bound to an address; raises OvspecError if binding fails."""
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     dualstack = is_ipv6 and socket.has_dualstack_ipv6()
@@ -71,11 +72,11 @@ def open_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, dualstack_ipv6=dualstack)
     except OSError as error:
         reason = str(error.strerror or error).partition(" (while")[0]  # Python adds the address
-        raise OvspecError(f"Can't listen on {host}:{port} ({reason}); choose another.") from None
+        raise OvspecError(f"Can't listen on {host}:{port} ({reason}); choose another address.") from None
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server. The first signal lets running requests end, the second ends them, the third doesn't wait."""
+    """uvicorn's server. The first signal waits for running requests, the second ends them, the third exits at once."""
 
     def __init__(
         self, config: uvicorn.Config, admission: Admission, greeting: str, on_start: Callable[[], object]
@@ -97,7 +98,7 @@ class DrainingServer(uvicorn.Server):
         request_count = self._admission.request_count
         if self._signal_count == 1 and request_count:
             print_note(
-                f"waiting for {request_count} request{'s' * (request_count > 1)} to end; another signal ends them"
+                f"waiting for {request_count} request{'s' * (request_count > 1)} to finish; another signal cancels them"
             )
         elif self._signal_count == 2:
             self._admission.end_all_requests()
@@ -121,7 +122,9 @@ def serve(
     """Serve ``lm`` under its names on a listening socket until a signal ends it; ``on_start``: called once it is up."""
     arithmetic_note = lm.target.arithmetic_note
     if options.deterministic and arithmetic_note != "exact":
-        raise OvspecError(f"`deterministic`: on this machine the arithmetic is {arithmetic_note}; leave it out.")
+        raise OvspecError(
+            f"`deterministic` needs exact arithmetic, but on this machine it is {arithmetic_note}; leave it out."
+        )
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     cache_bytes = None if options.cache_size is None else 1e9 * options.cache_size
     lm.runtime.preload_files()
@@ -147,7 +150,7 @@ def serve(
 
 
 def make_greeting(context: ServerContext, listener: socket.socket) -> str:
-    """Return the lines that show a user the server's address and its way of computing."""
+    """Return the lines with the server's address and settings."""
     lm = context.lm
     host, port = listener.getsockname()[:2]
     if ":" in host:
@@ -158,14 +161,12 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
     greeting += f"\nchat in a browser: http://{host}:{port}/"
     if context.recommended_sampling:
         sampling = format_sampling(context.recommended_sampling)
-        greeting += (
-            f"\nsampling that a request leaves out is as the model recommends: {sampling}; --temperature 0 for greedy"
-        )
+        greeting += f"\ndefault sampling, as the model recommends: {sampling}; --temperature 0 for greedy"
     return greeting
 
 
 def end_process(exit_status: int) -> None:
-    """End the process without waiting for its threads, nor for grammars that its own processes check."""
+    """End the process without waiting for its threads or child processes."""
     for child_process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has just ended
             child_process.kill()
@@ -175,7 +176,7 @@ def end_process(exit_status: int) -> None:
 
 
 def find_route_path(api_app: FastAPI, scope: Scope) -> str:
-    """Return the endpoint that a request is for, such as /v1/models/{name}; "other" if there is none."""
+    """Return a request's endpoint, such as /v1/models/{name}; "other" for unknown paths."""
     for route in api_app.routes:
         if isinstance(route, APIRoute) and route.matches(scope)[0] is not Match.NONE:
             return route.path_format

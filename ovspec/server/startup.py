@@ -25,21 +25,21 @@ RETRY_SECONDS = 10
 
 @contextlib.contextmanager
 def answer_while_preparing(listener: socket.socket, keys: list[str], insecure: bool) -> Iterator[None]:
-    """Answer requests while the block prepares the model; connections made after it wait for the server.
+    """Answer requests while the block prepares the model; later connections wait for the server.
 
     Args:
-        listener: the server's socket, which stays open.
-        keys, insecure: who is answered, as by the server.
+        listener: the server's socket; it stays open.
+        keys, insecure: access, as for the server.
     """
     app = AccessMiddleware(answer_unready, keys, not keys and not insecure, lambda *_: None)
     server = uvicorn.Server(make_uvicorn_config(app))
-    server_socket = listener.dup()  # which uvicorn closes
+    server_socket = listener.dup()  # a copy, because uvicorn closes it
     answering_thread = threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[server_socket])), name="startup", daemon=True
     )
     answering_thread.start()
     host, port = listener.getsockname()[:2]
-    print_note(f"{host}:{port} answers with status 503 until the model is ready; /ready says how far that is")
+    print_note(f"{host}:{port} answers with status 503 until the model is ready; /ready reports the progress")
     try:
         yield
     finally:

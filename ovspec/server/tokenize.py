@@ -26,7 +26,7 @@ ADD_SPECIAL_FIELDS = ("add_special_tokens", "add_special")  # vLLM's and llama.c
 
 class TokenPiece(ReplyModel):
     id: int
-    piece: str | list[int] = Field(description="The token's text, or its bytes where it is part of a character.")
+    piece: str | list[int] = Field(description="The token's text, or its bytes for a part of a character.")
 
 
 class TokenizeReply(ReplyModel):
@@ -86,7 +86,7 @@ def encode_prompt_of_body(context: ServerContext, ignored_names: IgnoredNames, b
     texts = [text for text in (body.prompt, body.content) if text is not None]
     special_fields = {field: getattr(body, field) for field in ADD_SPECIAL_FIELDS if getattr(body, field) is not None}
     if len(texts) + (body.messages is not None) != 1:
-        raise RequestError("Give one of prompt, content and messages.")
+        raise RequestError("The request needs exactly one of prompt, content and messages.")
     if body.messages is None:
         check_chat_ending(body, [])
         refuse_template_variables(body.chat_template_kwargs)

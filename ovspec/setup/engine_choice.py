@@ -1,4 +1,4 @@
-"""Choose a model's engine: stateful runs everywhere, paged runs where it gives the same logits."""
+"""Choose a model's engine: stateful runs everywhere, paged runs where it yields the same logits."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
-# Where an inference of two tokens takes at most this many times as long as the narrowest one, lookup is the default.
+# Where an inference of two tokens takes at most this many times as long as the narrowest, lookup is the default.
 MAX_FREE_PROPOSAL_COST = 1.1
 GPU_ARITHMETIC_NOTE = "fast, not exact on a GPU"
-LONG_PROBE_BYTES = 1e8  # bytes of weights from which probing takes so long that a note announces it
+LONG_PROBE_BYTES = 1e8  # bytes of weights from which probing is slow and announced in a note
 
 
 @dataclass
 class CompiledModel:
-    """A ``CompiledIR`` and the engine that was chosen to run it."""
+    """A ``CompiledIR`` and the engine chosen to run it."""
 
     ir: CompiledIR
     engine: EngineName
-    engine_reason: str  # why this engine was chosen
+    engine_reason: str  # reason for choosing this engine
     rollback: RollbackMethod
-    feed_rule: FeedRule = FAST_RULE  # how tokens are fed
-    arithmetic_note: str = "fast"  # or "exact", or a sentence: why exact arithmetic was requested and isn't possible
-    proposals_are_free: bool = False  # verifying a token proposed for one text takes little time and changes no bit
-    profile: str | None = None  # the setting that a profile chose
+    feed_rule: FeedRule = FAST_RULE  # how to feed tokens
+    arithmetic_note: str = "fast"  # or "exact", or a sentence: why requested exact arithmetic is impossible
+    proposals_are_free: bool = False  # verifying a token proposed for one text is almost free and changes no bit
+    profile: str | None = None  # the setting chosen from a profile
     kl_divergence: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
-    verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
-    change_ms: float | None = None  # measured, added to an inference of another width than the one before
-    next_layer: CompiledModel | None = None  # of a head: the layer that proposes the token after its own
+    verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the largest is a prompt
+    change_ms: float | None = None  # measured, added to an inference of another width than the last
+    next_layer: CompiledModel | None = None  # of a head: the layer for the token after its own
     prefix_cache: PrefixCache | None = field(default=None, init=False, repr=False)  # of all decoders
 
     @property
@@ -89,7 +89,7 @@ class CompiledModel:
 
     @functools.cached_property
     def proposer_name(self) -> str:
-        """The name under which it proposes for another model."""
+        """The name of this model as a proposer."""
         if not self.is_head:
             return "draft"
         return "mtp" if is_mtp_folder(self.ir.folder) else "head"
@@ -100,12 +100,12 @@ class CompiledModel:
 
     @property
     def lacks_requested_exactness(self) -> bool:
-        """Whether exact arithmetic was asked for, and can't be had."""
+        """Whether exact arithmetic was requested, but is unavailable."""
         return self.arithmetic_note not in ("exact", "fast")
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the same inferences give the same bits; a GPU replaces kernels in the background."""
+        """Whether the same inferences yield the same bits; a GPU replaces kernels in the background."""
         return self.arithmetic_note == "exact" or not may_use_gpu(self.ir.device)
 
     def make_decoder(
@@ -119,7 +119,7 @@ class CompiledModel:
         return make_decoder(self.ir, self.rollback, vocabulary, feed_rule or self.feed_rule, prefix_cache)
 
     def share_prefixes(self, max_cached_tokens: float) -> None:
-        """Keep the KV caches of ended texts for texts with the same prefix, until ``max_cached_tokens`` are cached."""
+        """Keep the KV caches of finished texts for texts with the same prefix, up to ``max_cached_tokens``."""
         self.prefix_cache = make_prefix_cache(self.ir, self.rollback, max_cached_tokens)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class CompiledModel:
             lambda feed_rule: self.make_decoder(feed_rule=feed_rule), self.engine, self.ir.logits_width, trial
         )
         if self.ir.config.rope_switch_length and exactness.rule and exactness.rule.most:
-            # A text is computed anew where its frequencies change, in a single inference.
+            # A text is recomputed where its frequencies change, in a single inference.
             return replace(exactness, rule=None, differing=exactness.positions)
         return exactness
 
@@ -143,7 +143,7 @@ class CompiledModel:
         return hash_probe_logits(self.make_decoder(), self.ir.logits_width)
 
     def adopt_exactness(self, exactness: Exactness) -> None:
-        """Feed tokens by the rule that probing found; without one, as fast arithmetic does."""
+        """Feed tokens by the rule found by probing; without a rule, as in fast arithmetic."""
         if not exactness.rule:
             differing_text = f"{exactness.differing} of {exactness.positions} probed positions differ"
             self.arithmetic_note = f"fast, not exact here ({differing_text})"
@@ -164,12 +164,12 @@ def load_compiled_model(
 ) -> CompiledModel:
     """Compile the model in ``folder`` for an engine; "auto" takes paged if it agrees with stateful.
 
-    With exact arithmetic, the first load probes which rule gives every token the same bits. Raises OvspecError like
-    ``compile_ir``, or if the engine can't run this model.
+    With exact arithmetic, the first load probes for a rule that gives every token the same bits. Raises OvspecError
+    like ``compile_ir``, or if the engine can't run this model.
 
     ``arithmetic``: None is exact on a CPU, and fast where a GPU may compute.
 
-    ``head``: the folder of a head that the model gives features to; see ``load_model_giving_features``.
+    ``head``: the folder of a head that reads the model's features; see ``load_model_giving_features``.
     """
     if arithmetic != "fast" and may_use_gpu(options.device):
         model = load_compiled_model(folder, options, engine, "fast", head)
@@ -192,7 +192,7 @@ def load_compiled_model(
             except OvspecError as error:  # not every cache type works with every precision
                 paged_check = PagedCheck(False, last_error_line(error))
         if engine == "paged":
-            raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged_check.reason}.")
+            raise OvspecError(f"{folder}: `engine='paged'` can't be used: {paged_check.reason}.")
         engine_reason = paged_check.reason
     check_stateful_kv_precision(folder, options, engine_reason)
 
@@ -207,19 +207,19 @@ def load_compiled_model(
 
 
 def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: str) -> None:
-    """Raise an OvspecError if a GPU would compress the stateful engine's KV cache, which can't be read then."""
+    """Raise an OvspecError if a GPU would compress the stateful engine's KV cache, making it unreadable."""
     precision = options.fixed_properties.get("KV_CACHE_PRECISION", "f16")
     if may_use_gpu(options.device) and precision not in EXACT_KV_PRECISIONS:
-        problem = f"needs the paged engine on a GPU, which is not possible here ({reason})"
+        problem = f"needs the paged engine on a GPU, but it can't be used ({reason})"
         raise OvspecError(f"{folder}: `kv_precision={precision!r}` {problem}.")
 
 
 def load_model_giving_features(
     folder: Path, options: DeviceOptions, engine: EngineChoice, arithmetic: Arithmetic | None, head: Path
 ) -> CompiledModel:
-    """Load a model that gives features to ``head``; it is exact only if that changes no bit.
+    """Load a model that computes features for ``head``; it is exact only if the features change no bit.
 
-    A value that is also an output may be computed in other kernels. That is tried once, and remembered.
+    A value that is also an output may be computed by other kernels. This is tested once, and cached.
     """
     if arithmetic == "fast" or (not arithmetic and may_use_gpu(options.device)):
         return load_compiled_model(folder, options, engine, arithmetic, head)
@@ -250,7 +250,7 @@ def load_model_giving_features(
 def load_paged_model(
     folder: Path, options: DeviceOptions, engine_reason: str, arithmetic: Arithmetic | None, head: Path | None = None
 ) -> CompiledModel:
-    """Compile for the paged engine, rewritten for exact arithmetic only where the rewrite makes it exact."""
+    """Compile for the paged engine, rewritten for exact arithmetic only if the rewrite makes it exact."""
 
     def compile_paged_model(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, two_queries, head)
@@ -272,8 +272,8 @@ def load_with_arithmetic(
 ) -> CompiledModel:
     """Load by the rule of exact arithmetic: in the default precision or, if it has none, in f32.
 
-    ``compile_model`` compiles with these options, and with a second query for a token or without. A model that can't be
-    exact is loaded as for fast arithmetic.
+    ``compile_model`` compiles with these options, and with or without a second query for a token. A model without an
+    exact rule is loaded as for fast arithmetic.
     """
     if arithmetic == "fast":
         return compile_model(options, False)
@@ -303,7 +303,7 @@ def load_with_arithmetic(
 
 
 def is_16_bit_by_default(options: DeviceOptions) -> bool:
-    """Return whether the CPU computes in 16 bits only because nobody has named a precision, or a type of the cache."""
+    """Return whether the CPU computes in 16 bits only by default: neither a precision nor a cache type was chosen."""
     fixed_properties = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
     if fixed_properties or parse_device_option(options.device) != "CPU":
         return False
@@ -311,12 +311,12 @@ def is_16_bit_by_default(options: DeviceOptions) -> bool:
 
 
 def probe_and_save_exactness(model: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
-    """Find the rule of exact arithmetic, and remember it."""
+    """Find the rule of exact arithmetic, and cache it."""
     if check_weights_file(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         print_note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
     return write_cached(find_exactness_file(folder, options, model.engine), model.find_exactness())
 
 
 def fast_arithmetic_rule(engine: EngineName, device: str) -> FeedRule:
-    """Return the rule by which a model feeds tokens in fast arithmetic."""
+    """Return a model's feed rule in fast arithmetic."""
     return FAST_GPU_RULE if engine == "paged" and is_gpu(device) else FAST_RULE

@@ -1,4 +1,4 @@
-"""Find out by trial how tokens must be fed so that each has the same bits; no machine or device is trusted."""
+"""Find out by trial how to feed tokens so that each has the same bits; no machine or device is trusted."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ovspec.setup.rollback_probing import find_findings_file
 class Exactness:
     """The result of probing for a rule of exact arithmetic."""
 
-    rule: FeedRule | None  # how tokens must be fed; None if no rule gives every token the same bits
-    positions: int  # that were probed by the rule, or by the strictest one that was tried
-    differing: int  # how many of them had other bits
-    guess: float = 1.0  # how many times as long as a token's inference one takes in which another token is proposed
-    tried: dict[str, int] = field(default_factory=dict)  # rules that were probed -> positions with other bits
+    rule: FeedRule | None  # how to feed tokens; None if no rule gives every token the same bits
+    positions: int  # number probed by the rule, or by the strictest rule tried
+    differing: int  # number of positions with other bits
+    guess: float = 1.0  # time of an inference with one proposed token, relative to a single token's
+    tried: dict[str, int] = field(default_factory=dict)  # probed rules -> positions with other bits
 
     @property
     def is_exact(self) -> bool:
@@ -41,13 +41,13 @@ class Exactness:
 
     @property
     def invariance(self) -> float:
-        """Share of the positions whose logits were the same, to the bit."""
+        """Share of the positions with the same logits, to the bit."""
         return 1 - self.differing / self.positions
 
 
 @dataclass(frozen=True)
 class ExactnessTrial:
-    """The texts to probe with: one for each of ``context_lengths``, followed by pieces of ``widths`` tokens each."""
+    """The texts for probing: a context of each of ``context_lengths``, followed by pieces of ``widths`` tokens."""
 
     context_lengths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -57,27 +57,27 @@ class ExactnessTrial:
 MakeDecoder = Callable[[FeedRule], Decoder]
 # Beyond one block of a paged cache. A first load has no time for more.
 SHORT_TRIAL = ExactnessTrial((40,), (1, 2, 1, 1, 3, 8, 1))
-# Also shorter than one block, and, if possible, more blocks than there are threads to share them.
+# Also shorter than one block, and, if possible, with more blocks than threads.
 FULL_TRIAL = ExactnessTrial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-EXACTNESS_PROBE_VERSION = "9"  # a new version invalidates kept findings
-# Tokens and logits of the inferences that narrower and wider ones are compared with, and the strictest rule's fewest.
+EXACTNESS_PROBE_VERSION = "9"  # a new version invalidates cached findings
+# Tokens and logits of the inferences for comparison with narrower and wider ones, and the strictest rule's minimum.
 PIECE_LENGTH = 16
-MIN_COUNTS_TO_TRY = (1, 2, 3, 4, 5, 6, 8, 10, 12, PIECE_LENGTH)  # fewest tokens and fewest logits to try
-# Tokens that are fed alone before that counts as the same: 16 bits hide most differences until one is in the cache.
+MIN_COUNTS_TO_TRY = (1, 2, 3, 4, 5, 6, 8, 10, 12, PIECE_LENGTH)  # minimum tokens and minimum logits to try
+# Single tokens to feed before their bits count as equal: 16 bits hide most differences until one is in the cache.
 SINGLE_TOKEN_COUNT = 64
-SINGLE_TOKEN_COUNT_FOR_LOGITS = 8  # the same when only the lm_head differs, whose differences no rounding hides
-# Widths tried until one differs. If none does, there is no bound; a first load has no time for wider ones.
+SINGLE_TOKEN_COUNT_FOR_LOGITS = 8  # enough if only the lm_head differs: no rounding hides its differences
+# Widths tried until one differs. If none does, there is no bound; a first load has no time for larger widths.
 RISING_WIDTHS = (64, 96, 256)
-FALLING_WIDTHS = (48, 32)  # tried if the first of these differs; smaller bounds would read prompts too slowly
-# Rules without a bound. Attention computes a single query with a kernel of its own everywhere; where its bits seem the
-# same, rounding to 16 bits has hidden that others come later.
+FALLING_WIDTHS = (48, 32)  # tried if the first of these differs; smaller bounds would make prefill too slow
+# Rules without a bound. Attention has a separate kernel for a single query everywhere; where its bits seem the same,
+# rounding to 16 bits has hidden later differences.
 STRICTEST_RULES = {
     "paged": FeedRule(queries=2, fewest=PIECE_LENGTH, fewest_logits=PIECE_LENGTH),
     "stateful": FeedRule(first_apart=True, rows_apart=True, fewest_logits=PIECE_LENGTH),
 }
 TIMED_INFERENCES = 5  # inferences of each width
-# A GPU has attention kernels of their own for prompts without a past and for rows of a token each, and other ones for
-# long inferences. Rules that avoid them, the cheapest first.
+# A GPU has separate attention kernels for prompts without a past, for rows of a single token, and for long inferences.
+# These rules avoid them, the cheapest first.
 GPU_RULES = tuple(
     FeedRule(fewest=fewest, most=most_tokens, first_apart=True, fewest_logits=fewest, rounded=True)
     for fewest, most_tokens in ((2, 64), (8, 64), (16, 32), (16, 16))
@@ -88,9 +88,9 @@ GPU_TRIAL = ExactnessTrial((40, 600), SHORT_TRIAL.widths, (2, 9))
 def find_exactness(
     make_decoder: MakeDecoder, engine: str, vocab_size: int, trial: ExactnessTrial = SHORT_TRIAL
 ) -> Exactness:
-    """Find the rule that costs least and gives every token the same bits.
+    """Find the cheapest rule that gives every token the same bits.
 
-    ``make_decoder`` makes a decoder that keeps to a rule. Random ids are below ``vocab_size``.
+    ``make_decoder`` makes a decoder with a feed rule. Random ids are below ``vocab_size``.
     """
     strictest_rule = STRICTEST_RULES[engine]
     probe_ids = draw_probe_ids(make_decoder(strictest_rule), vocab_size)
@@ -108,7 +108,7 @@ def find_exactness(
     feed_rule = find_cheapest_rule(make_decoder, strictest_rule, probe_ids)
     exactness = probe_rule(feed_rule)
     if not exactness.is_exact and feed_rule != strictest_rule:
-        exactness = probe_rule(strictest_rule)  # if it isn't exact, no lesser rule is
+        exactness = probe_rule(strictest_rule)  # if it isn't exact, neither is a weaker rule
         if exactness.is_exact:
             stricter_rules = list_stricter_rules(feed_rule, strictest_rule)
             exactness = next(
@@ -119,14 +119,14 @@ def find_exactness(
                 ),
                 exactness,
             )
-    # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
+    # A rule may make any inference compute more tokens; the stateful engine proposes nothing by default.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=measure_two_token_time_ratio(make_decoder(exactness.rule), probe_ids))
     return replace(exactness, tried=differing_by_rule)
 
 
 def find_exactness_on_gpu(make_decoder: MakeDecoder, vocab_size: int, trial: ExactnessTrial = GPU_TRIAL) -> Exactness:
-    """Find the rule that gives every token the same bits on a GPU, where the paged engine runs; see ``GPU_RULES``."""
+    """Find the rule that gives every token the same bits on a GPU, with the paged engine; see ``GPU_RULES``."""
     differing_by_rule: dict[str, int] = {}
 
     def probe_rule(feed_rule: FeedRule) -> Exactness:
@@ -143,9 +143,9 @@ def find_exactness_on_gpu(make_decoder: MakeDecoder, vocab_size: int, trial: Exa
 
 
 def wait_for_gpu_kernels(decoder: Decoder, vocab_size: int) -> None:
-    """Run an inference of every width that ``decoder``'s rule allows, and wait until a GPU has compiled for these.
+    """Run an inference of every width within ``decoder``'s rule, and wait until a GPU has compiled their kernels.
 
-    A GPU computes a width with a general kernel first, and replaces it once one for that width has been compiled in the
+    A GPU computes a new width with a general kernel, and replaces it once a special kernel has been compiled in the
     background; the two round differently.
     """
     feed_rule = decoder.rule
@@ -162,7 +162,7 @@ def wait_for_gpu_kernels(decoder: Decoder, vocab_size: int) -> None:
 
 
 def read_saved_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
-    """Return the exactness that an earlier run found, if any."""
+    """Return the exactness found by an earlier run, if any."""
     return read_cached(Exactness, find_exactness_file(folder, options, engine))
 
 
@@ -179,13 +179,13 @@ def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Pa
 
 
 def draw_probe_ids(decoder: Decoder, vocab_size: int) -> np.ndarray:
-    """Return random ids, as many as the widest inference that is tried has, or as the context holds."""
+    """Return random ids, enough for the widest inference to try, or for the whole context."""
     max_width = min(RISING_WIDTHS[-1], decoder.context_length or RISING_WIDTHS[-1])
     return np.random.default_rng(0).integers(0, vocab_size, max_width)
 
 
 def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
-    """Return how many tokens of ``probe_ids`` an inference may have at most; None for all of them, 0 for too few."""
+    """Return the maximum number of tokens of ``probe_ids`` in an inference; None for all, 0 for too few."""
     narrow_decoder = decoder.fork()
     expected_hashes: list[bytes] = []
 
@@ -213,7 +213,7 @@ def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
 
 
 def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_ids: np.ndarray) -> FeedRule:
-    """Return the rule with the fewest tokens and logits whose bits seem to be the ``strictest_rule``'s."""
+    """Return the rule with the fewest tokens and logits that still seems to have the ``strictest_rule``'s bits."""
     decoder = make_decoder(strictest_rule)
     context_length = min(PIECE_LENGTH, len(probe_ids))
     probe_ids = probe_ids[: PIECE_LENGTH + SINGLE_TOKEN_COUNT + sum(range(PIECE_LENGTH))]
@@ -225,11 +225,11 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
     ]
 
     def lower_rule_counts(feed_rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
-        """Return ``feed_rule`` with the least count in these fields, the same for all, that keeps the bits."""
+        """Return ``feed_rule`` with the smallest count in these fields, the same for all, that keeps the bits."""
         count_so_far = min(getattr(feed_rule, count_name) for count_name in count_names)
         for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
             lesser_rule = replace(feed_rule, **dict.fromkeys(count_names, min_count))
-            # Single tokens come first: they differ most often. Other widths may have kernels of their own, too.
+            # Single tokens come first: they differ most often. Other widths may also have separate kernels.
             widths = [1] * single_token_count + list(range(min_count + 1, PIECE_LENGTH))
             if has_expected_bits(make_decoder(lesser_rule), probe_ids, context_length, widths, expected_hashes):
                 return lesser_rule
@@ -243,7 +243,7 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
 
 
 def list_stricter_rules(feed_rule: FeedRule, strictest_rule: FeedRule) -> Iterator[FeedRule]:
-    """Yield rules stricter than a rule with rising counts of tokens and logits, all less than the strictest's."""
+    """Yield rules stricter than ``feed_rule``, with rising counts of tokens and logits, below the strictest rule's."""
     for min_count in MIN_COUNTS_TO_TRY:
         min_tokens = min(max(feed_rule.fewest, min_count), strictest_rule.fewest)
         stricter_rule = replace(feed_rule, fewest=min_tokens, fewest_logits=max(feed_rule.fewest_logits, min_count))
@@ -254,7 +254,7 @@ def list_stricter_rules(feed_rule: FeedRule, strictest_rule: FeedRule) -> Iterat
 def has_expected_bits(
     decoder: Decoder, probe_ids: np.ndarray, context_length: int, widths: list[int], expected_hashes: list[bytes]
 ) -> bool:
-    """Return whether ids behind the context have the expected bits if they are fed in pieces of these widths."""
+    """Return whether ids after the context have the expected bits when fed in pieces of these widths."""
     decoder.reset(1)
     decoder.feed([probe_ids[:context_length]], [0])
     for width in widths:
@@ -270,14 +270,14 @@ def has_expected_bits(
 
 
 def measure_two_token_time_ratio(decoder: Decoder, probe_ids: np.ndarray) -> float:
-    """Return the time of an inference that is fed two tokens, relative to a single token."""
+    """Return the time of an inference fed with two tokens, relative to a single token."""
     min_seconds = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
     context_length = min(RISING_WIDTHS[0], len(probe_ids) - 2)
     decoder.reset(1)
     decoder.feed([probe_ids[:context_length]], [0])
     for _ in range(TIMED_INFERENCES):
         for width in min_seconds:
-            for _ in range(2):  # the first inference after one of another width takes longer
+            for _ in range(2):  # the first inference of a new width takes longer
                 decoder.truncate(0, context_length)
                 start_time = time.perf_counter()
                 decoder.feed([probe_ids[context_length : context_length + width]], [1])
@@ -303,7 +303,7 @@ def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
 
 
 def probe_feed_rule(decoder: Decoder, vocab_size: int, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
-    """Feed random texts in many ways by the decoder's rule, and compare the bits with one pass over each."""
+    """Feed random texts in many ways by the decoder's rule, and compare the bits with one pass over each text."""
     generator = np.random.default_rng(0)
     max_context_length = decoder.context_length
     position_count = 0
@@ -348,7 +348,7 @@ class FeedRuleProber:
         self.generator = generator
 
     def feed_in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the context in random pieces, with a random number of logits for each, then go on."""
+        """Read the context in random pieces, with a random number of logits for each, then continue."""
         self.decoder.reset(1)
         position = 0
         while position < self.pieces_start:
@@ -362,7 +362,7 @@ class FeedRuleProber:
         yield from self.feed_pieces(widths)
 
     def feed_after_rollbacks(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
-        """The same with rejected tokens before each piece, in a fork that rewinds into the context first."""
+        """The same with rejected tokens before each piece, in a fork rewound into the context first."""
         self.feed_context()
         fork = self.decoder.fork()
         fork.truncate(0, min(max(1, self.pieces_start - 8), len(fork.rows[0])))  # a fork may be empty
@@ -374,7 +374,7 @@ class FeedRuleProber:
         fork.reset(0)
 
     def feed_in_batch(self, row_count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the text in pieces as the first of ``row_count`` rows, which hold other texts of other lengths."""
+        """Read the text in pieces as the first of ``row_count`` rows, with other texts of other lengths."""
         self.feed_context()
         self.decoder.reorder([0] * row_count)
         for decoder_row in range(1, row_count):

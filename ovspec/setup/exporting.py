@@ -1,4 +1,4 @@
-"""Models by name: what isn't exported yet is exported once, into the store. Only this file imports the exporter."""
+"""Models by name: a missing export is made once, into the store. Only this file imports the exporter."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from ovspec.setup.model_store import (
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A model that is named, and what its export must have.
+    """A named model, and the requirements for its export.
 
-    source: None for an IR, which is used where it is.
+    source: None for an IR, used in place.
     shown_name: the name for messages.
     weight_format: the format of its weights; None for any.
-    draft: the source of the draft that it is exported with; None for none, or the one that it has.
-    needs_draft: whether it must have a draft, whichever.
-    draft_choice: the drafters to load it with, as ``load`` takes them.
+    draft: the source of the draft to export with it; None for none, or for the draft of an existing export.
+    needs_draft: whether it must have a draft, any draft.
+    draft_choice: the drafters to load it with, as in ``load``.
     """
 
     source: ModelSource | None
@@ -51,7 +51,7 @@ class ModelRequest:
     draft_choice: Any
 
     def find_in_store(self) -> StoredModel | None:
-        """Return the export that fulfils the request; None if it must be made."""
+        """Return the export that fulfils the request; None if it must be made first."""
         assert self.source
         stored_model = find_stored_model(
             self.source.name, self.source.revision, self.weight_format, self.draft, self.needs_draft
@@ -75,7 +75,7 @@ def import_export_package(task: str = "Exporting") -> ModuleType:
     try:
         import ovspec_export
     except ModuleNotFoundError as error:
-        advice = "which is not installed; run pip install '.[export]' in a clone of ovspec"
+        advice = "but it is not installed; run pip install '.[export]' in a clone of ovspec"
         raise OvspecError(f"{task} needs the package {error.name}, {advice}.") from None
     return ovspec_export
 
@@ -86,8 +86,8 @@ def find_exported_model(model: str | Path | None, draft: Any, weight_format: str
     Args:
         model: the folder of an IR or a checkpoint, a GGUF file, a hub id, or a name of ``ovspec models``; None for the
             demo pair.
-        draft: as ``load`` takes it; the draft model or head may also be named like a model.
-        weight_format: the format of the weights; None for any that is there.
+        draft: as in ``load``; the draft model or head may also be named like a model.
+        weight_format: the format of the weights; None for any.
 
     Raises:
         OvspecError: there is no such model, or no draft is known for it.
@@ -100,9 +100,9 @@ def find_exported_model(model: str | Path | None, draft: Any, weight_format: str
 
 
 def find_or_export_model(model: str | Path | None, draft: Any, weight_format: str | None) -> tuple[Path, Any]:
-    """Do what ``find_exported_model`` does, and export a model that isn't exported yet into the store.
+    """Do the work of ``find_exported_model``, and export a missing model into the store.
 
-    A line says what that costs. Of processes that want the same model, one exports it, and the others wait.
+    A line reports the cost. Of several processes in need of the same model, one exports it, and the others wait.
 
     Raises:
         OvspecError: like ``find_exported_model``, or the model can't be exported.
@@ -123,7 +123,7 @@ def make_request(model: str | Path | None, draft: Any, weight_format: str | None
     named_draft = find_named_draft(draft_choice) if draft_choice else None
     is_exported = model is None or (Path(model) / MODEL_FILE).is_file()
     if is_exported and weight_format:
-        raise OvspecError(f"{model or 'the demo pair'}: an IR, which is used as it is; leave out `weight_format`.")
+        raise OvspecError(f"{model or 'the demo pair'}: already an IR; leave out `weight_format`.")
     if is_exported and not named_draft:
         return ModelRequest(None, str(model), None, None, False, draft)
     model = model or find_demo_folder()
@@ -142,17 +142,17 @@ def make_request(model: str | Path | None, draft: Any, weight_format: str | None
 
 
 def find_named_draft(draft_choice: DraftChoice) -> str | None:
-    """Return the source of a draft that must be exported: an absolute path or a hub id; None if there is none."""
+    """Return the source of a draft still to be exported: an absolute path or a hub id; None if there is none."""
     if draft_choice.model is None or draft_choice.model in EXPORTED_DRAFTS or is_ir(draft_choice.model):
         return None
     return require_model_source(draft_choice.model).full_name
 
 
 def add_known_draft(request: ModelRequest, draft_name: str) -> ModelRequest:
-    """Return a request with the draft that is known for its model, unless its export has one.
+    """Return a request with the known draft for its model, unless its export has a draft.
 
     Raises:
-        OvspecError: none is known, and the model can't bring one along.
+        OvspecError: no draft is known, and the model has none of its own.
     """
     assert request.source
     known_draft = find_known_draft(request.source.name, only_head=draft_name == HEAD_DRAFT)
@@ -163,16 +163,16 @@ def add_known_draft(request: ModelRequest, draft_name: str) -> ModelRequest:
     if not known_draft and not may_bring_layer:
         kind = "head" if draft_name == HEAD_DRAFT else "draft"
         raise OvspecError(
-            f"{request.shown_name}: no {kind} is known for it; name one as `draft`, make one with 'ovspec distill', or "
-            "leave `draft` out."
+            f"{request.shown_name}: no {kind} is known for it; give a folder as `draft`, train a draft with 'ovspec "
+            "distill', or leave `draft` out."
         )
     return replace(request, draft=known_draft, needs_draft=known_draft is not None)
 
 
 def export_into_store(request: ModelRequest, new_folder: Path, package: ModuleType) -> StoredModel:
-    """Export a model into ``new_folder``, and put that into the store.
+    """Export a model into ``new_folder``, and move it into the store.
 
-    An export that is there and only lacks the draft is taken as it is; it gives way to the new one.
+    An existing export that lacks only the draft is reused as it is; the new export replaces it.
     """
     source = request.source
     assert source
@@ -192,7 +192,7 @@ def export_into_store(request: ModelRequest, new_folder: Path, package: ModuleTy
 
 
 def is_outdated(old_model: StoredModel, new_record: ModelRecord, new_manifest: Manifest) -> bool:
-    """Return whether a new export replaces an old one, which lacks the draft, or of which a file has changed."""
+    """Return whether a new export replaces an old one: it lacks the draft, or was made from files changed since."""
     if old_model.record.source != new_record.source:
         return False
     if old_model.manifest.target.weight_format != new_manifest.target.weight_format:
@@ -204,11 +204,11 @@ def is_outdated(old_model: StoredModel, new_record: ModelRecord, new_manifest: M
 
 @contextlib.contextmanager
 def end_by_exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by an exit, which cleans up; only the main thread can."""
+    """Let SIGTERM end the process by an exit, with cleanup; works only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    message = "Error: the export was ended by SIGTERM; the same command goes on."
+    message = "Error: the export was stopped by SIGTERM; run the same command to continue."
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))
     try:
         yield

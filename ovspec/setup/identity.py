@@ -1,4 +1,4 @@
-"""Checksums and settings by which session files and certificates recognise a model and the way it was run."""
+"""Checksums and settings by which session files and certificates recognise a model and its configuration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
-# Samples of the weights that are hashed to tell models apart.
+# Number of weight samples hashed to tell models apart.
 HASHED_PIECES = 256
 HASHED_PIECE_BYTES = 4096
-# The OpenVINO properties that a model's logits depend on.
+# The OpenVINO properties that affect a model's logits.
 NUMERIC_PROPERTIES = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
 
 def hash_model_and_tokenizer(folder: Path) -> str:
-    """Return a checksum that differs between models with different graphs, weights or tokenizers."""
+    """Return a checksum of a model's graph, weights and tokenizer."""
     weights_file = require_model_path((folder / MODEL_FILE).with_suffix(".bin"))
     checksum = hashlib.sha256()
     for name in (MODEL_FILE, TOKENIZER_FILE):
@@ -42,12 +42,12 @@ def hash_model_and_tokenizer(folder: Path) -> str:
 
 
 def read_bytes_if_present(file: Path) -> bytes:
-    """Return the content of a file, or nothing if there is no such file."""
+    """Return the content of a file, or nothing if it doesn't exist."""
     return file.read_bytes() if file.is_file() else b""
 
 
 def list_model_files(path: Path) -> list[Path]:
-    """Return the files of a model, sorted: those in a folder, or a GGUF file and its other shards, there or not."""
+    """Return the files of a model, sorted: a folder's files, or a GGUF file and all its shards, present or missing."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
     shard_match = re.fullmatch(r"(.*-)\d{5}-of-(\d{5})\.gguf", path.name)
@@ -60,14 +60,14 @@ def list_model_files(path: Path) -> list[Path]:
 
 
 def compute_files_revision(path: Path) -> str:
-    """Return a checksum that changes when a file of a model is added, removed or written, without reading them."""
+    """Return a checksum that changes when a model file is added, removed or written, without reading the files."""
     files = [(file.name, file.stat()) for file in list_model_files(path) if file.exists()]
     status_text = repr([(name, file_status.st_size, file_status.st_mtime_ns) for name, file_status in files])
     return hashlib.sha256(status_text.encode()).hexdigest()[:40]
 
 
 def hash_prompt_files(folder: Path) -> str:
-    """Return a checksum of the files that decide how a prompt is written in tokens, and how a text ends."""
+    """Return a checksum of the files that affect a prompt's tokens and a text's end."""
     checksum = hashlib.sha256()
     template_names = sorted(f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja"))
     for name in (CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, "generation_config.json", "config.json", *template_names):
@@ -76,12 +76,12 @@ def hash_prompt_files(folder: Path) -> str:
 
 
 def hash_model_folder(folder: Path) -> str:
-    """Return a checksum of the files in a folder that a text depends on."""
+    """Return a checksum of the files in a folder that affect a text."""
     return hashlib.sha256(f"{hash_model_and_tokenizer(folder)} {hash_prompt_files(folder)}".encode()).hexdigest()[:32]
 
 
 def read_arithmetic_properties(model: CompiledModel) -> dict[str, str]:
-    """Return the OpenVINO properties of a model that its logits depend on."""
+    """Return the OpenVINO properties of a model that affect its logits."""
     compiled_model = model.ir.compiled_model
     supported_properties = set(compiled_model.get_property("SUPPORTED_PROPERTIES"))
     property_names = [name for name in NUMERIC_PROPERTIES if name in supported_properties]
@@ -89,7 +89,7 @@ def read_arithmetic_properties(model: CompiledModel) -> dict[str, str]:
 
 
 def describe_cache_setting(model: CompiledModel) -> str:
-    """Return the engine, device and settings that the values in a model's cache depend on."""
+    """Return the engine, device and settings that affect the values in a model's cache."""
     properties = [f"{name}={value}" for name, value in read_arithmetic_properties(model).items()]
     platform_text = f"{describe_instruction_set()} OpenVINO {ov.get_version()}"
     return " ".join([model.engine, model.arithmetic, model.ir.device, *properties, platform_text])
@@ -105,7 +105,7 @@ def describe_and_hash_arithmetic(model: CompiledModel) -> tuple[str, str]:
 
 
 def make_fingerprint(model: CompiledModel) -> JsonObject:
-    """Return the model's folder and identity, and how it was run, as JSON values."""
+    """Return the model's folder, identity and configuration as JSON values."""
     compiled_model = model.ir.compiled_model
     has_threads_property = THREADS_PROPERTY in compiled_model.get_property("SUPPORTED_PROPERTIES")
     return {

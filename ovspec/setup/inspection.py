@@ -19,7 +19,7 @@ from ovspec.setup.profile import count_weight_shapes, load_model_with_profile, r
 from ovspec.setup.proposers import load_compiled_head
 from ovspec.setup.rollback_probing import ProbedRollback, load_or_probe_rollback
 
-# OpenVINO's element types for weights -> the names that users know.
+# OpenVINO's element types for weights -> their common names.
 WEIGHT_FORMAT_NAMES = {
     "f32": "fp32",
     "f16": "fp16",
@@ -30,7 +30,7 @@ WEIGHT_FORMAT_NAMES = {
     "u4": "int4",
 }
 
-# How requests go on with copied states, which all CPUs do rightly.
+# How requests continue with copied states; all CPUs do so correctly.
 STATE_COPY_NOTES = {
     "any": "",
     "run": ", copied states only in a request that has run",
@@ -47,10 +47,10 @@ def inspect_models(
     tuned: bool = True,
     verify: bool = False,
 ) -> dict[str, JsonObject]:
-    """Return facts about the target in ``folder`` and its draft, if there is one, as JSON values.
+    """Return facts about the target in ``folder`` and its draft, if any, as JSON values.
 
-    ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if there is one. Sizes
-    are in bytes. Raises like ``load``.
+    ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if any. Sizes are in
+    bytes. Raises like ``load``.
     """
     manifest = read_manifest(folder, verify)
     draft_folder = folder / DRAFT_FOLDER
@@ -116,7 +116,7 @@ def describe_compiled_model(model: CompiledModel, options: DeviceOptions, export
 
 
 def compute_weight_format_shares(folder: Path) -> tuple[int, dict[str, float]]:
-    """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
+    """Return the number of weights and the share of each format, without scales, zero points and norms."""
     weight_counts: Counter[str] = Counter()
     for (element_type, shape_text), shape_count in count_weight_shapes(folder).items():
         weight_format = WEIGHT_FORMAT_NAMES.get(element_type)
@@ -130,7 +130,7 @@ def compute_weight_format_shares(folder: Path) -> tuple[int, dict[str, float]]:
 
 
 def format_inspection(name: str, facts: JsonObject) -> list[str]:
-    """Return the lines that ``ovspec inspect`` prints for one model."""
+    """Return the lines of ``ovspec inspect`` for one model."""
     shares_text = ", ".join(
         f"{weight_format} {weight_share:.1%}" for weight_format, weight_share in facts["weights"].items()
     )

@@ -1,4 +1,4 @@
-"""The drafts that are known for a model: those that 'ovspec distill' made here, and those of the known pairs."""
+"""The known drafts of a model: made by 'ovspec distill' on this machine, or listed in the known pairs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class DistilledDraft:
 
 
 def remember_distilled_draft(source: str, folder: Path) -> None:
-    """Note that a head or draft was made for a source; ``find_known_draft`` names the last one of a source."""
+    """Record a head or draft for a source; ``find_known_draft`` returns a source's latest."""
     write_cached(note_path(source), DistilledDraft(source, str(folder.resolve())))
 
 
 def find_known_draft(source: str, only_head: bool = False) -> str | None:
-    """Return the draft that is known for a source: the folder of a distilled one, or a hub id; None if none is known.
+    """Return the known draft of a source: the folder of a distilled draft, or a hub id; None if there is none.
 
-    ``only_head``: only an EAGLE-3 head.
+    ``only_head``: accept only an EAGLE-3 head.
     """
     distilled = read_cached(DistilledDraft, note_path(source))
     if distilled and (Path(distilled.folder) / "config.json").is_file():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class KnownPair:
-    """Hub ids of a target, and of a draft with the same vocabulary or an EAGLE-3 head that was trained for it.
+    """Hub ids of a target, and of a draft with the same vocabulary or an EAGLE-3 head for it.
 
-    source, date: the public text that names the ids, and when it did, as YYYY-MM-DD.
+    source, date: the public text that names the ids, and its date as YYYY-MM-DD.
     """
 
     name: str

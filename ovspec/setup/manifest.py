@@ -1,4 +1,4 @@
-"""The manifest of an export, ``ovspec.json``. It is completed last, so a complete one means a complete export."""
+"""The manifest of an export, ``ovspec.json``. It is completed last: a complete manifest means a complete export."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ovspec.text.chat_template import TEMPLATES_FOLDER
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
 MANIFEST_FORMAT = 1
-# The files that decide which text a folder generates; its draft decides how fast.
+# The files that determine a folder's text; its draft determines only the speed.
 TEXT_DECIDING_FILES = (
     "openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin",
     "openvino_detokenizer.xml", "openvino_detokenizer.bin", "config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-UNFINISHED_MANIFEST = '{"format": 1, "unfinished": true}\n'  # the manifest of a folder that is being written
+UNFINISHED_MANIFEST = '{"format": 1, "unfinished": true}\n'  # the manifest during an export
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ExportedModel:
     source: str
     weight_format: str
     options: JsonObject
-    states: list[JsonObject]  # each with its axes
-    revision: str | None = None  # of the source: the hub's commit, or a checksum that changes with a folder's files
-    versions: dict[str, str] = field(default_factory=dict)  # of packages, where they differ from the manifest's
+    states: list[JsonObject]  # each includes its axes
+    revision: str | None = None  # of the source: the hub's commit, or a checksum of a folder's files
+    versions: dict[str, str] = field(default_factory=dict)  # of packages, if different from the manifest's
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Manifest:
 
     target: ExportedModel
     draft: ExportedModel | None
-    versions: dict[str, str]  # of the installed packages that an export depends on
+    versions: dict[str, str]  # of the installed packages used by the export
     files: dict[str, ExportedFile]  # by path within the folder
-    tokenizer_differs_on: list[str] = field(default_factory=list)  # texts that Hugging Face's splits in another way
+    tokenizer_differs_on: list[str] = field(default_factory=list)  # texts split differently by Hugging Face's tokenizer
     format: int = MANIFEST_FORMAT
 
     def write_to_folder(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def backup_path(output: Path) -> Path:
-    """Return the path of the old ``output`` while it is being replaced."""
+    """Return the path of the old ``output`` during its replacement."""
     output = output.resolve()
     if not output.name:  # the root
         return output / ".old"
@@ -79,7 +79,7 @@ def backup_path(output: Path) -> Path:
 
 
 def restore_backup(output: Path) -> None:
-    """Undo a replacement that was killed between its two renames."""
+    """Undo a replacement killed between its two renames."""
     backup_folder = backup_path(output)
     if not output.exists() and has_manifest(backup_folder):
         with contextlib.suppress(OSError):  # another process was faster
@@ -87,7 +87,7 @@ def restore_backup(output: Path) -> None:
 
 
 def has_other_line_ends(path: Path, exported_file: ExportedFile) -> bool:
-    """Return whether a text file differs from the exported one by line ends alone."""
+    """Return whether a text file differs from the exported file by line ends alone."""
     if path.suffix == ".bin" or not path.is_file():
         return False
     checksum = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
@@ -95,7 +95,7 @@ def has_other_line_ends(path: Path, exported_file: ExportedFile) -> bool:
 
 
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
-    """Return the manifest in ``folder``, or None if ovspec did not export it.
+    """Return the manifest in ``folder``, or None if it isn't an export by ovspec.
 
     Raises OvspecError if the export is unfinished, the manifest is damaged or newer, or a file is missing or has
     another size. ``verify`` also reads all files and compares their checksums.
@@ -107,17 +107,17 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
     if json_object.get("format") != MANIFEST_FORMAT:
         manifest_format = json_object.get("format")
-        raise OvspecError(f"{folder / MANIFEST_FILE}: format {manifest_format!r:.20} is not known; update ovspec.")
+        raise OvspecError(f"{folder / MANIFEST_FILE}: unknown format {manifest_format!r:.20}; update ovspec.")
     manifest = read_dataclass(Manifest, folder / MANIFEST_FILE)
     for file_name, exported_file in manifest.files.items():
         path = folder / file_name
         if not path.is_file() or path.stat().st_size != exported_file.size:
-            problem = "missing, or not the size that was exported"
+            problem = "missing, or of another size than at the export"
             if has_other_line_ends(path, exported_file):
-                problem = "its line ends were changed, as Git may do"
+                problem = "its line endings were changed, perhaps by Git"
             raise OvspecError(f"{path}: {problem}; export the model again.")
         if verify and hash_file(path) != exported_file.sha256:
-            raise OvspecError(f"{path}: changed since it was exported; export the model again.")
+            raise OvspecError(f"{path}: changed since the export; export the model again.")
     if not verify:
         return manifest
     template_paths = [
@@ -126,7 +126,5 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     draft_files = [f"{DRAFT_FOLDER}/{file_name}" for file_name in TEXT_DECIDING_FILES]
     for file_name in (*TEXT_DECIDING_FILES, *draft_files, *template_paths):
         if file_name not in manifest.files and (folder / file_name).is_file():
-            raise OvspecError(
-                f"{folder / file_name}: not a file of the export; move it away, or export the model again."
-            )
+            raise OvspecError(f"{folder / file_name}: not part of the export; move it away, or export the model again.")
     return manifest

@@ -30,14 +30,14 @@ def find_demo_folder() -> Path:
     """Return the folder of the demo pair in a source checkout; raises OvspecError elsewhere."""
     folder = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
     if not folder.is_dir():
-        raise OvspecError("This installation has no embedded model; name a folder made by 'ovspec export'.")
+        raise OvspecError("This installation has no embedded model; give a folder made by 'ovspec export'.")
     return folder
 
 
 def resolve_model_folder(model: str | Path | None) -> Path:
     """Return the folder of ``model``, or the demo pair's for None; raises OvspecError if it has no exported model.
 
-    A model that was exported into the store may be named as it was then, or as 'ovspec models' lists it.
+    A model in the store goes by its original name, or by its name in 'ovspec models'.
     """
     folder = find_demo_folder() if model is None else find_folder_in_store(model) or Path(model)
     restore_backup(folder)
@@ -51,9 +51,9 @@ def resolve_model_folder(model: str | Path | None) -> Path:
     check_ir_folder(folder)
     if is_head_folder(folder):
         kind = "an MTP layer" if is_mtp_folder(folder) else "an EAGLE-3 head"
-        raise OvspecError(f"{folder}: {kind}, not a model; name its target, and this as the draft.")
+        raise OvspecError(f"{folder}: {kind}, not a model; load its target, with this folder as `draft`.")
     if has_trimmed_vocabulary(folder):
-        raise OvspecError(f"{folder}: a draft with a trimmed vocabulary; name its target, and this as the draft.")
+        raise OvspecError(f"{folder}: a draft with a trimmed vocabulary; load its target, with this folder as `draft`.")
     return folder
 
 
@@ -70,45 +70,50 @@ def find_folder_in_store(model: str | Path) -> Path | None:
 def resolve_draft(
     draft_choice: DraftChoice | None, folder: Path, manifest: Manifest | None = None
 ) -> DraftChoice | None:
-    """Return ``draft_choice`` with the folder of the draft that was exported with the target in ``folder``.
+    """Return ``draft_choice`` with the folder of the draft exported with the target in ``folder``.
 
-    Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, no
-    EAGLE-3 head, as "head" does, or not the target's MTP layer, as "mtp" does.
+    Raises OvspecError if there is no such draft, or if it is of another kind: "self" means a draft made from the
+    target's own layers, "head" an EAGLE-3 head, and "mtp" the target's MTP layer.
     """
     if not draft_choice or draft_choice.model not in EXPORTED_DRAFTS:
         return draft_choice
     draft_folder = folder / DRAFT_FOLDER
     if not draft_folder.is_dir():
         if draft_choice.model == MTP_DRAFT:
-            raise OvspecError(f"{folder}: it was exported without an MTP layer; export it again if its model has one.")
+            raise OvspecError(
+                f"{folder}: exported without an MTP layer; choose another `draft`, or export a model with an MTP layer."
+            )
         proposer_name = "head" if draft_choice.model == HEAD_DRAFT else "draft"
         raise OvspecError(
-            f"{folder}: it was exported without a {proposer_name}; name one, or export it again with one."
+            f"{folder}: exported without a {proposer_name}; set `draft` to a folder, or export the model again with "
+            "`draft`."
         )
     draft_source = manifest.draft.source if manifest and manifest.draft else ""
     if draft_choice.model == SELF_DRAFT and not re.fullmatch(r".*, first \d+ layers", draft_source):
         raise OvspecError(
-            f"{draft_folder}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
+            f"{draft_folder}: not made from the target's layers; run 'ovspec export --draft-layers N' to use 'self'."
         )
     is_mtp = is_mtp_folder(draft_folder)
     if draft_choice.model == HEAD_DRAFT and (is_mtp or not is_head_folder(draft_folder)):
         kind = "an MTP layer" if is_mtp else "a draft model"
         name = MTP_DRAFT if is_mtp else EXPORTED_DRAFT
-        raise OvspecError(f"{draft_folder}: {kind}, not an EAGLE-3 head; name it '{name}', or export a head.")
+        raise OvspecError(f"{draft_folder}: {kind}, not an EAGLE-3 head; set `draft='{name}'`, or export a head.")
     if draft_choice.model == MTP_DRAFT and not is_mtp:
-        raise OvspecError(f"{draft_folder}: not an MTP layer; name it 'draft', or export the model without another.")
+        raise OvspecError(
+            f"{draft_folder}: not an MTP layer; set `draft='draft'`, or export the model without another draft."
+        )
     return replace(draft_choice, model=draft_folder)
 
 
 def check_draft_folder(draft_folder: Path, folder: Path, manifest: Manifest | None) -> None:
-    """Raise OvspecError if there is no draft model or head in ``draft_folder``, or one with another vocabulary."""
+    """Raise OvspecError unless ``draft_folder`` has a draft model or head with the target's vocabulary."""
     check_ir_folder(draft_folder)
     if not is_head_folder(draft_folder) and not (manifest and manifest.draft and draft_folder == folder / DRAFT_FOLDER):
         check_same_vocabulary(folder, draft_folder)
 
 
 def list_model_folders(folder: Path, draft: Any) -> list[Path]:
-    """Return the folder of a model, and that of its draft if it has one."""
+    """Return the folders of a model and of its draft, if any."""
     draft_choice = resolve_draft(parse_draft(draft), folder)
     folders = [folder]
     if draft_choice and draft_choice.model:

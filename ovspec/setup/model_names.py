@@ -1,4 +1,4 @@
-"""The models that names refer to: folders, GGUF files, hub ids, short names of known pairs, and names in the store."""
+"""Models by name: folders, GGUF files, hub ids, short names of known pairs, and names in the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINT_PATTERNS = ("config.json", "*.safetensors", "pytorch_model*.bin")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be exported.
+    """A source to export a model from.
 
     name: the absolute path of a folder or GGUF file, or a hub id without its revision.
     revision: the requested revision of a hub id, None for its main branch; of a path a checksum of its files.
@@ -33,19 +33,19 @@ class ModelSource:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is in a GGUF file, which has neither a head nor an MTP layer."""
+        """Whether it is a GGUF file, without a head or an MTP layer."""
         hub = None if self.is_local else parse_hub_name(self.name)
         return bool(hub.quantization if hub else Path(self.name).is_file())
 
     @property
     def full_name(self) -> str:
-        """The name by which it is exported, with the revision of a hub id."""
+        """The name to export it by, with the revision of a hub id."""
         hub = None if self.is_local else parse_hub_name(self.name)
         return str(HubName(hub.repository, self.revision, hub.quantization)) if hub else self.name
 
     @property
     def short_name(self) -> str:
-        """The name of the folder, the file or the model, without where it is."""
+        """The name of the folder, file or model, without its location."""
         return Path(self.name).name.removesuffix(".gguf").replace(":", "-")
 
 
@@ -55,12 +55,12 @@ def is_ir(model: str | Path) -> bool:
 
 
 def find_model_source(model: str | Path) -> ModelSource | None:
-    """Return the model that a name refers to if it can be exported; None for a name that refers to none.
+    """Return the source that a name refers to; None for an unknown name.
 
-    A path that exists goes before a short name of ``ovspec export --list``, and that before a hub id.
+    An existing path takes precedence over a short name of ``ovspec export --list``, and a short name over a hub id.
 
     Raises:
-        OvspecError: it is the path of something else.
+        OvspecError: the name is the path of something else.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -80,17 +80,17 @@ def find_model_source(model: str | Path) -> ModelSource | None:
 
 
 def require_model_source(model: str | Path) -> ModelSource:
-    """Return the model that a name refers to; raises OvspecError if there is none that can be exported."""
+    """Return the source that a name refers to; raises OvspecError for an unknown name."""
     if source := find_model_source(model):
         return source
     raise OvspecError(
-        f"{model}: no such folder or file; name a folder, a GGUF file, a hub id like 'org/model', or a model that "
-        "'ovspec models' lists."
+        f"{model}: no such folder or file; give a folder, a GGUF file, a hub id like 'org/model', or a name from "
+        "'ovspec models'."
     )
 
 
 def find_model_named_in_store(model: str | Path) -> StoredModel | None:
-    """Return the model of this name in the store; a path that exists goes before it."""
+    """Return the model of this name in the store; an existing path takes precedence."""
     if Path(model).exists():
         return None
     return next((stored for stored in list_stored_models() if stored.name == str(model)), None)

@@ -1,8 +1,8 @@
-"""The store: models that were exported because they were named, in the folder ``models`` of the user's cache.
+"""The store: models exported by name, in the folder ``models`` of the user's cache.
 
 Each has a folder with its record (``entry.json``), its export (``ir``) and a marker for each process that uses it
-(``uses``). The folder is made under another name and renamed when it is complete, so that a process that is killed
-leaves nothing that could be taken for a model.
+(``uses``). The folder is written under a temporary name and renamed when complete, so a killed process never leaves an
+incomplete model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore
 RECORD_FILE = "entry.json"
 IR_FOLDER = "ir"
 USES_FOLDER = "uses"
-REMOVED_PREFIX = ".removed-"  # begins the names of folders that are being deleted
+REMOVED_PREFIX = ".removed-"  # prefix of folders being deleted
 SECONDS_PER_DAY = 86400.0
-CLOCK_TOLERANCE_SECONDS = 3.0  # by which the start of a process may seem to move when the clock is set
+CLOCK_TOLERANCE_SECONDS = 3.0  # apparent shift of a process's start when the clock is set
 
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What an export in the store was made of.
+    """The source and options of an export in the store.
 
     source: the absolute path of a folder or GGUF file, or a hub id without its revision.
     revision: the requested revision of a hub id, None for its main branch; of a path a checksum of its files.
@@ -79,13 +79,13 @@ class StoredModel:
 
     @property
     def draft_kind(self) -> str:
-        """What its draft is: "head" (an MTP layer, too), "draft" or nothing."""
+        """The kind of its draft: "head" (an MTP layer, too), "draft" or nothing."""
         if not self.manifest.draft:
             return ""
         return "head" if is_head_folder(self.ir_folder / DRAFT_FOLDER) else "draft"
 
     def is_of(self, source: str, revision: str | None) -> bool:
-        """Return whether it was made of this source in this revision, or in the commit of this name."""
+        """Return whether it was exported from this source in this revision, or in the commit of this name."""
         is_same_commit = revision is not None and revision == self.manifest.target.revision
         return self.record.source == source and (self.record.revision == revision or is_same_commit)
 
@@ -95,7 +95,7 @@ def store_folder() -> Path:
 
 
 def name_folder(folder: Path) -> str:
-    """Return the name of an exported model or its draft for messages: that in the store, or its folder."""
+    """Return the name of an exported model or its draft for messages: its name in the store, or its folder."""
     if not folder.is_relative_to(store_folder()):
         return str(folder)
     entry_name, *inner_folders = folder.relative_to(store_folder()).parts
@@ -103,7 +103,7 @@ def name_folder(folder: Path) -> str:
 
 
 def list_entry_folders() -> list[Path]:
-    """Return the folders in the store that ovspec made, whole or not; others there are left alone."""
+    """Return the store's folders made by ovspec, complete or not; other folders there are left alone."""
     with contextlib.suppress(OSError):
         return sorted(
             path for path in store_folder().iterdir() if path.name[0] != "." and (path / RECORD_FILE).is_file()
@@ -122,7 +122,7 @@ def read_stored_model(folder: Path) -> StoredModel:
 
 
 def list_stored_models() -> list[StoredModel]:
-    """Return the complete models in the store; damaged ones are left out."""
+    """Return the complete models in the store; damaged models are left out."""
     models: list[StoredModel] = []
     for folder in list_entry_folders():
         with contextlib.suppress(OvspecError, OSError):
@@ -137,12 +137,12 @@ def find_stored_model(
     draft: str | None = None,
     needs_draft: bool = False,
 ) -> StoredModel | None:
-    """Return the model in the store that was made of a source, the last used one of several; None if there is none.
+    """Return the stored model exported from a source, the last used of several; None if there is none.
 
     Args:
-        source, revision: like those of ``ModelRecord``; the revision may also be a commit of the hub.
+        source, revision: as in ``ModelRecord``; the revision may also be a hub commit.
         weight_format: the format of its weights; None for any.
-        draft: the source of the draft that it must have been exported with; None for any or none.
+        draft: the source of the draft it must have been exported with; None for any or none.
         needs_draft: whether it must have a draft.
     """
     matching_models = [
@@ -158,9 +158,9 @@ def find_stored_model(
 
 @contextlib.contextmanager
 def lock_source(source: str, shown_name: str) -> Iterator[Path]:
-    """Let only this process export a source; yield the folder for the export, which is gone afterwards.
+    """Let only this process export a source; yield a folder for the export, deleted afterwards.
 
-    Another process that exports it is waited for.
+    Waits while another process exports the source.
     """
     source_code = hashlib.sha256(source.encode()).hexdigest()[:12]
     new_folder = store_folder() / f".new-{source_code}"
@@ -173,7 +173,7 @@ def lock_source(source: str, shown_name: str) -> Iterator[Path]:
         with show_step(f"{shown_name}: waiting for another process, which exports it"):
             lock.acquire()
     try:
-        shutil.rmtree(new_folder, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(new_folder, ignore_errors=True)  # left by a killed process
         yield new_folder
     finally:
         shutil.rmtree(new_folder, ignore_errors=True)
@@ -181,9 +181,9 @@ def lock_source(source: str, shown_name: str) -> Iterator[Path]:
 
 
 def publish_model(new_folder: Path, record: ModelRecord, name: str, outdated_folders: list[Path]) -> StoredModel:
-    """Move a finished export with its record to its place in the store, under ``name`` or one with a number.
+    """Move a finished export with its record to its place in the store, under ``name`` or a numbered variant.
 
-    ``outdated_folders``: models that give way to it, unless a process uses them.
+    ``outdated_folders``: models to replace, unless a process uses them.
     """
     write_atomically(new_folder / RECORD_FILE, json.dumps(asdict(record)))
     plain_name = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
@@ -204,7 +204,7 @@ def publish_model(new_folder: Path, record: ModelRecord, name: str, outdated_fol
 
 
 def is_damaged_entry(folder: Path) -> bool:
-    """Return whether a folder of the store is ovspec's and can't be used."""
+    """Return whether a folder of the store is ovspec's and unusable."""
     if folder not in list_entry_folders():
         return False
     try:
@@ -215,7 +215,7 @@ def is_damaged_entry(folder: Path) -> bool:
 
 
 def mark_used(folder: Path) -> None:
-    """Note that this process uses the export in ``folder``, if that is in the store, until it ends.
+    """Note that this process uses the export in ``folder``, if it is in the store, until the process ends.
 
     Raises:
         OvspecError: the model has just been removed.
@@ -225,18 +225,18 @@ def mark_used(folder: Path) -> None:
         return
     process = psutil.Process()
     marker = entry_folder / USES_FOLDER / f"{HOST_CODE}-{process.pid}-{round(process.create_time())}"
-    with contextlib.suppress(OSError):  # a cache that can't be written can be used
+    with contextlib.suppress(OSError):  # a read-only cache still works
         os.utime(entry_folder / RECORD_FILE)
         marker.parent.mkdir(exist_ok=True)
         if not marker.exists():
             marker.touch()
             atexit.register(marker.unlink, missing_ok=True)
     if not folder.is_dir():
-        raise OvspecError(f"{entry_folder.name}: removed from the store just now; name the model again.")
+        raise OvspecError(f"{entry_folder.name}: just removed from the store; load the model again.")
 
 
 def list_users(entry_folder: Path) -> list[str]:
-    """Return the processes that use a model of the store, by number; those of other machines as far as they say."""
+    """Return the ids of the processes that use a model of the store; on other machines as far as recorded."""
     user_descriptions: list[str] = []
     for marker in (entry_folder / USES_FOLDER).glob("*-*-*"):
         host_code, process_id, start_time = marker.name.split("-")
@@ -255,10 +255,10 @@ def remove_model(folder: Path) -> None:
     doomed_folder = folder.with_name(f"{REMOVED_PREFIX}{secrets.token_hex(4)}")
     try:
         folder.rename(doomed_folder)
-    except PermissionError:  # Windows', where its files are open
-        raise OvspecError(f"{folder.name}: its files are open; stop the program that uses them first.") from None
+    except PermissionError:  # Windows' error for open files
+        raise OvspecError(f"{folder.name}: its files are open in another program; stop it first.") from None
     try:
-        check_unused(doomed_folder, folder.name)  # by a process that has just begun
+        check_unused(doomed_folder, folder.name)  # by a process that has just started
     except OvspecError:
         doomed_folder.rename(folder)
         raise
@@ -267,7 +267,7 @@ def remove_model(folder: Path) -> None:
 
 def check_unused(entry_folder: Path, name: str) -> None:
     if users := list_users(entry_folder):
-        raise OvspecError(f"{name}: in use by {', '.join(users)}; stop that first.")
+        raise OvspecError(f"{name}: in use by {', '.join(users)}; stop it first.")
 
 
 def delete_folder(folder: Path) -> None:
@@ -278,7 +278,7 @@ def delete_folder(folder: Path) -> None:
 
 
 def list_unused_models(days: float) -> list[Path]:
-    """Return the folders of models that weren't used for so many days, and of damaged ones."""
+    """Return the folders of models unused for so many days, and of damaged models."""
     oldest_time = time.time() - days * SECONDS_PER_DAY
     return [
         folder
@@ -288,7 +288,7 @@ def list_unused_models(days: float) -> list[Path]:
 
 
 def delete_leftovers() -> None:
-    """Delete what processes that were killed left in the store."""
+    """Delete the leftovers of killed processes in the store."""
     for doomed_folder in store_folder().glob(f"{REMOVED_PREFIX}*"):
         shutil.rmtree(doomed_folder, ignore_errors=True)
     for new_folder in store_folder().glob(".new-*"):

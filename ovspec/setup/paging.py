@@ -1,4 +1,4 @@
-"""The paged engine: how a model is compiled for it, and whether it computes the stateful engine's logits."""
+"""The paged engine: compiling a model for it, and checking its logits against the stateful engine's."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from ovspec.ir.paged_attention import NotPaged, allow_several_queries_per_token,
 from ovspec.ir.recurrent_states import rewrite_states_to_paged
 from ovspec.setup.rollback_probing import find_findings_file
 
-# If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
+# If a model's attention window has at most this many slots, the text for comparing the engines is longer than it.
 LONGEST_TESTED_WINDOW = 256
-# Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory, and its own form of
-# them, too, and the more a product has to read, the less it matters how many there are.
+# Bytes of weights up to which products are joined: OpenVINO keeps both the joined weights and its own form of them in
+# memory, and the larger a product, the less the number of products matters.
 MAX_JOINED_BYTES = 5e8
-# A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
-# are 0.045, and 0.5 and more where attention reads wrong keys.
+# A GPU computes in 16 bits, so its logits differ from f32: by 0.045 of their standard deviation in tests, and by 0.5
+# and more where attention reads wrong keys.
 MAX_GPU_NOISE = 0.1
-ENGINE_CHECK_VERSION = "2"  # a new version invalidates kept checks
+ENGINE_CHECK_VERSION = "2"  # a new version invalidates cached checks
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT_PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
@@ -56,11 +56,11 @@ def compile_paged(
 ) -> CompiledIR:
     """Compile like ``compile_ir``, rewritten for the paged decoder by ``rewrite_to_paged`` and ``join_products``.
 
-    Raises NotPaged if that is impossible.
+    Raises NotPaged if the rewrite is impossible.
 
-    ``two_queries``: whether it is rewritten for exact arithmetic by ``allow_several_queries_per_token`` and, if need
-    be, ``split_wide_products``.
-    ``head``: the folder of a head that the model gives features to.
+    ``two_queries``: whether to rewrite it for exact arithmetic by ``allow_several_queries_per_token`` and, if needed,
+    ``split_wide_products``.
+    ``head``: the folder of a head that reads the model's features.
     """
 
     on_gpu = is_gpu(parse_device_option(options.device))
@@ -80,7 +80,7 @@ def compile_paged(
         return advance_graph
 
     if not on_gpu:
-        # Not cached: OpenVINO 2026.4 can't read a paged model back for a CPU, because the head sizes are lost.
+        # Not cached: OpenVINO 2026.4 can't load a cached paged model on a CPU, because the head sizes are lost.
         options = replace(options, properties=options.properties | {"CACHE_DIR": ""})
     return compile_ir(folder, options, rewrite)
 
@@ -97,16 +97,16 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
         ]
         check_setting = f"{check_setting} {properties}"
     elif device != "CPU":
-        return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
+        return PagedCheck(False, f"the paged engine needs a CPU or a GPU, but the device is {device}")
     check_file = find_findings_file("engines", folder, check_setting, options.cache_folder, device)
     check_function = check_paged_logits
-    if is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16":  # which may crash
+    if is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16":  # may crash
         check_function = check_paged_logits_in_process
     return read_cached(PagedCheck, check_file) or write_cached(check_file, check_function(folder, options))
 
 
 def check_paged_logits_in_process(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return the result of ``check_paged_logits``; a GPU's compiler that crashes ends a process of its own only."""
+    """Return the result of ``check_paged_logits``; a crash of a GPU's compiler ends only a separate process."""
     options_json = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
     command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), options_json]
     process = subprocess.run(
@@ -116,19 +116,19 @@ def check_paged_logits_in_process(folder: Path, options: DeviceOptions) -> Paged
         return PagedCheck(**json.loads(process.stdout.splitlines()[-1]))
     fault = name_fault_signal(process.returncode) or "an error"
     kv_precision = make_compile_properties(options).get("KV_CACHE_PRECISION")
-    return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kv_precision} KV cache")
+    return PagedCheck(False, f"OpenVINO crashes ({fault}) when it runs the model with a {kv_precision} KV cache")
 
 
 def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return whether the paged decoder gives the same logits as the stateful one for the model in ``folder``.
+    """Return whether the paged and the stateful decoder yield the same logits for the model in ``folder``.
 
-    Both run with the properties that round least, or with those of ``options`` if 16-bit weights widened to 32 bits
-    would not fit into memory; and one after the other, because memory may hold the model only once. A GPU runs the
-    paged one with ``options``, and the CPU the stateful one.
+    Both run with the properties that round least, or with ``options`` if 16-bit weights widened to 32 bits would not
+    fit into memory; and one after the other, because memory may hold the model only once. A GPU runs the paged decoder
+    with ``options``, and the CPU the stateful decoder.
     """
     on_gpu = is_gpu(parse_device_option(options.device))
     properties = EXACT_PROPERTIES
-    # Properties of a GPU are none of the CPU's.
+    # A GPU's properties don't apply to the CPU.
     if not on_gpu and not weights_fit_into_memory(folder, 3):
         properties = options.fixed_properties | {"CACHE_DIR": ""}
     stateful_options = DeviceOptions(properties=properties)
@@ -138,7 +138,7 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     if ir.config.rope_switch_length:
         return PagedCheck(False, "its rotary frequencies change with the length of the text")
     attention_window = find_narrowest_window(ir)
-    # Random ids, more than the window holds unless the window is longer than LONGEST_TESTED_WINDOW.
+    # Random ids, longer than the window unless the window exceeds LONGEST_TESTED_WINDOW.
     text_length = 45 + attention_window * (attention_window <= LONGEST_TESTED_WINDOW)
     text_ids, other_ids = np.split(
         np.random.default_rng(0).integers(0, ir.logits_width, text_length + 40), [text_length]
@@ -179,11 +179,11 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
 
 
 def compute_paged_logits(decoder: Decoder, text_ids: np.ndarray, other_ids: np.ndarray) -> list[np.ndarray]:
-    """Return the last logits of ``text_ids``: fed whole, beside a forked row of other text, and after rollbacks."""
+    """Return the last logits of ``text_ids``: fed whole, with a forked row of other text, and after rollbacks."""
     no_tokens = text_ids[:0]
 
     def roll_back(row: int, length: int) -> np.ndarray:
-        """Roll ``row`` back to ``length``, or to the states that are left; return the text from there on."""
+        """Roll ``row`` back to ``length``, or to the states still available; return the text from there on."""
         decoder.truncate(row, length)
         return text_ids[min(len(decoder.rows[row]), length) :]
 

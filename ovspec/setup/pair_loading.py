@@ -1,4 +1,4 @@
-"""Load the compiled models of a target and its draft, with the settings that are best on this machine."""
+"""Load the compiled models of a target and its draft, with the best settings for this machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def load_target_and_draft(
     draft_options: DeviceOptions,
     tune: bool,
 ) -> tuple[CompiledModel, CompiledModel | None]:
-    """Return the target in ``folder``, and the draft model or head in ``draft`` if there is one.
+    """Return the target in ``folder``, and the draft model or head in ``draft``, if any.
 
-    ``tune``: use their profiles, and measure those that are missing; a head has none.
+    ``tune``: use their profiles, and measure missing ones; a head has none.
     """
     head = draft if draft and is_head_folder(draft) else None
     profile: Profile | None = None
     draft_profile: Profile | None = None
-    if tune:  # before a model is loaded, because measuring takes memory
+    if tune:  # before loading a model, because measuring takes memory
         profile = load_or_tune_profile(folder, options)
         if draft and not head:
             draft_profile = load_or_tune_profile(draft, draft_options)

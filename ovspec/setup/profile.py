@@ -1,4 +1,4 @@
-"""The settings that ``tuning.py`` measured for a model on this machine, and the choice of the best."""
+"""The settings measured by ``tuning.py`` for a model on this machine, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from ovspec.setup.exactness import Exactness
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
 PROFILE_FORMAT = 9
-# A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default, or at most
-# this many nats, which is of the size that quantising weights to int8 costs a model of a billion parameters ...
+# A setting is acceptable if its KL divergence is at most this many times the divergence of OpenVINO's own default, or
+# at most this many nats, about the cost of int8 weights for a model of a billion parameters ...
 MAX_KL_RATIO = 1.25
 MAX_KL_DIVERGENCE = 3e-4
-# ... and if this share of the most probable tokens is right, or as many as with the default.
+# ... and if this share of the most probable tokens matches, or as many as with the default.
 MIN_TOP1_SHARE = 0.99
-# The goal "accuracy" allows no more nats than this.
+# The goal "accuracy" allows at most this many nats.
 MAX_KL_FOR_ACCURACY = 1e-6
-# A setting is chosen over one that was measured before it if it takes at most this share of the time.
+# A setting is preferred to an earlier one if it takes at most this share of the time.
 CLEARLY_BETTER_COST_RATIO = 0.97
 
 
@@ -43,13 +43,13 @@ CLEARLY_BETTER_COST_RATIO = 0.97
 class EngineSetting:
     """An engine and properties to try; None leaves a choice to OpenVINO.
 
-    The KV cache has the arithmetic's type on a CPU, and f16 on a GPU, unless another one is named.
+    The KV cache has the arithmetic's type on a CPU, and f16 on a GPU, unless another type is set.
     """
 
     engine: EngineName
     precision: str | None = None
-    group: int | None = None  # activations that share a scale if weights are compressed; 0: not quantised
-    kv_precision: str | None = None  # on a GPU; None: the usual one
+    group: int | None = None  # activations with a shared scale if weights are compressed; 0: not quantised
+    kv_precision: str | None = None  # on a GPU; None: the default
 
     @property
     def properties(self) -> dict[str, str]:
@@ -75,18 +75,18 @@ class Measurement:
     prefill_ms: float  # per token of the prompt
     kl: float  # mean KL divergence in nats
     top1: float  # share of positions with the same most probable token
-    change_ms: float = 0.0  # added to an inference of another width than the one before
-    # Share of probed positions whose logits are the same, to the bit, however the text was fed; None: not probed.
+    change_ms: float = 0.0  # added to an inference of another width than the last
+    # Share of probed positions with the same logits, to the bit, however the text was fed; None: not probed.
     invariance: float | None = None
-    rule: FeedRule | None = None  # of exact arithmetic, if it was probed and found
+    rule: FeedRule | None = None  # of exact arithmetic, if probing found one
 
     def inference_ms(self, width: int) -> float:
-        """Return the milliseconds of an inference that is fed ``width`` tokens, by the rule of exact arithmetic."""
+        """Return the milliseconds of an inference fed with ``width`` tokens, by the rule of exact arithmetic."""
         min_tokens = self.rule.fewest if self.rule else 0
         return self.computation_ms(max(width, min_tokens))
 
     def computation_ms(self, width: int) -> float:
-        """Return the milliseconds of an inference that computes ``width`` tokens, whether they were timed or not."""
+        """Return the milliseconds of an inference that computes ``width`` tokens, timed or interpolated."""
         widths = sorted(self.verify_ms)
         return float(np.interp(width, widths, [self.verify_ms[width] for width in widths]))
 
@@ -95,7 +95,7 @@ class Measurement:
         return self.inference_ms(1)
 
     def compute_goal_cost_ms(self, goal: Goal) -> float:
-        """Return the ms that ``goal`` minimises, by default for a prompt of 256 tokens, 128 inferences of 2, 4, 8."""
+        """Return the ms to minimise for ``goal``, by default for a prompt of 256 tokens, 128 inferences of 2, 4, 8."""
         if goal == "decode":
             return self.token_ms
         if goal == "prefill":
@@ -103,7 +103,7 @@ class Measurement:
         return 256 * self.prefill_ms + 128 / 3 * sum(map(self.inference_ms, (2, 4, 8)))
 
     def is_accurate_enough(self, goal: Goal, default_measurement: Measurement) -> bool:
-        """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default_measurement``."""
+        """Return whether ``goal`` allows this setting, by comparison with OpenVINO's ``default_measurement``."""
         if goal == "accuracy":
             return self.kl <= MAX_KL_FOR_ACCURACY
         return self.kl <= max(MAX_KL_RATIO * default_measurement.kl, MAX_KL_DIVERGENCE) and self.top1 >= min(
@@ -116,17 +116,17 @@ class Profile:
     """Measurements of one kind of model on one machine."""
 
     goal: Goal
-    full: bool  # False for the short version that a first load measures
+    full: bool  # False for a first load's short version
     tokens: int  # length of the text
-    seconds: float  # how long measuring took
-    reference: Measurement  # OpenVINO's default, the standard for accuracy; in the short version measurements[0]
+    seconds: float  # duration of the measurement
+    reference: Measurement  # OpenVINO's default, the baseline for accuracy; in the short version measurements[0]
     measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
     exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
-    price: float | None = None  # of a token in exact arithmetic, in the time that it takes in fast arithmetic
+    price: float | None = None  # time per token in exact arithmetic, relative to fast arithmetic
     formats_ms: dict[str, float] = field(default_factory=dict)  # of a product, by weight format; the model's is first
 
     def choose_measurement(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
-        """Return the best measurement that agrees with what the user has fixed; None if none does."""
+        """Return the best measurement compatible with the user's options; None if there is none."""
         usual_measurement = self.measurements[0]
         fixed_properties = options.fixed_properties
         if engine == "auto":
@@ -136,7 +136,7 @@ class Profile:
             for m in self.measurements
             if m.setting.engine == engine
             and all(fixed_properties.get(name, value) == value for name, value in m.setting.properties.items())
-            # Rolling back a cache of another type isn't exact.
+            # Rollback isn't exact with another cache type.
             and not (m.setting.kv_precision and "KV_CACHE_PRECISION" not in fixed_properties)
         ]
         accurate_measurements = [m for m in permitted_measurements if m.is_accurate_enough(self.goal, self.reference)]
@@ -168,7 +168,7 @@ def load_model_with_profile(
     arithmetic: Arithmetic | None = "fast",
     head: Path | None = None,
 ) -> CompiledModel:
-    """Load like ``load_compiled_model``, with the best setting of ``profile`` for all that the user has left open."""
+    """Load like ``load_compiled_model``, with the best setting of ``profile`` for all options left open."""
     best_measurement = profile and profile.choose_measurement(options, engine)
     if best_measurement:
         options = complete_device_options(options, best_measurement.setting)
@@ -185,7 +185,7 @@ def load_model_with_profile(
 
 
 def find_profile_file(folder: Path, options: DeviceOptions) -> Path | None:
-    """Return the profile's file for this machine and models with weights like those in ``folder``; None: no cache."""
+    """Return the profile's file for this machine and models with weights like ``folder``'s; None: no cache."""
     if not options.cache_folder:
         return None
     profile_key = repr((PROFILE_FORMAT, identify_machine(options.device), sorted(count_weight_shapes(folder).items())))
@@ -199,7 +199,7 @@ def count_weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
 
 
 def find_max_activation_group(folder: Path) -> int | None:
-    """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
+    """Return the maximum group size for activations: the weights' group or row length; None if uncompressed."""
     shapes = count_weight_shapes(folder)
     integer_shapes = [
         shape for element_type, shape in shapes if element_type in ("i8", "u8", "i4", "u4") and "," in shape
@@ -211,22 +211,22 @@ def find_max_activation_group(folder: Path) -> int | None:
 
 
 def read_profile(folder: Path, options: DeviceOptions) -> Profile | None:
-    """Return the profile measured for models like the one in ``folder``, or None."""
+    """Return the profile measured for models like ``folder``'s, or None."""
     if is_virtual_device(parse_device_option(options.device)):
         return None
     return read_cached(Profile, find_profile_file(folder, options))
 
 
 def read_profile_json(folder: Path, options: DeviceOptions) -> str | None:
-    """Return the profile measured for models like the one in ``folder``, in JSON, or None."""
+    """Return the profile measured for models like ``folder``'s, in JSON, or None."""
     file = find_profile_file(folder, options)
     return file.read_text(encoding="utf-8") if file and file.is_file() else None
 
 
 def add_profiles_to_options(profiles: dict[Path, str | None], options: DeviceOptions) -> DeviceOptions:
-    """Return ``options`` with which models load with ``profiles`` of another machine, in JSON by model folder.
+    """Return ``options`` that make models load with another machine's ``profiles``, in JSON by model folder.
 
-    If others were measured here, the new ones are kept in a cache of their own.
+    If this machine has other profiles, the new ones go to a separate cache.
     """
     if all(profile_text in (None, read_profile_json(folder, options)) for folder, profile_text in profiles.items()):
         return options

@@ -1,4 +1,4 @@
-"""Load the draft model or head of a target, and find out how it computes a token fastest."""
+"""Load the draft model or head of a target, and find its fastest way to compute a token."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_arithme
 from ovspec.setup.profile import Profile, load_model_with_profile
 from ovspec.setup.rollback_probing import find_findings_file
 
-# A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
+# For a head's proposals, speed matters more than rounding: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
-# A draft computes a token and its logits twice where that takes at most this part of the time of once.
+# A draft computes a token and its logits twice if this takes at most this share of the time for once.
 MAX_TWO_TOKEN_COST = 0.97
 TIMING_REPEATS = 12
-TIMING_CONTEXT_LENGTH = 16  # tokens in the cache meanwhile
+TIMING_CONTEXT_LENGTH = 16  # tokens in the cache during timing
 TWO_TOKEN_RULE = FeedRule(fewest=2, fewest_logits=2)
 
 
 def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
-    """Compile the head in ``folder``, all its layers, as its ``target`` was, on the device of ``options``.
+    """Compile the head in ``folder``, all its layers, like its ``target``, on the device of ``options``.
 
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """
@@ -54,7 +54,7 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     is_paged = on_target_device and target.engine == "paged"
     if is_paged:
         rewrite_to_paged(head_graph.model)
-    if not on_gpu:  # which joins products itself, and whose compiled models can be read back
+    if not on_gpu:  # which joins products itself, and its compiled models can be read back
         join_products(head_graph.model)
         properties["CACHE_DIR"] = ""
     ir = compile_graph(head_graph, folder, choose_crash_free_options(folder, replace(options, properties=properties)))
@@ -82,17 +82,17 @@ def load_compiled_draft(
 
 
 def refuse_ids_missing_in_target(draft_ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
-    """Raise OvspecError if the draft or head in ``folder`` proposes ``draft_ids`` (n,) that its ``target`` lacks."""
+    """Raise OvspecError if the draft or head in ``folder`` proposes ``draft_ids`` (n,) missing in its ``target``."""
     target_width = target.ir.logits_width
     if draft_ids is not None and (len(missing_ids := draft_ids[(draft_ids < 0) | (draft_ids >= target_width)])):
-        problem = f"proposes token {missing_ids[0]}, but its target has {target_width}"
-        raise OvspecError(f"{folder}: it {problem}; use it with the model that it was made for.")
+        problem = f"proposes token id {missing_ids[0]}, but the target has {target_width} tokens"
+        raise OvspecError(f"{folder}: it {problem}; use it with its own target.")
 
 
 def choose_two_token_rule(proposing_model: CompiledModel, options: DeviceOptions) -> CompiledModel:
-    """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
+    """Let a draft model or head compute at least two tokens if this is faster: products of one row may be slower.
 
-    Timed once, and remembered. On a GPU, counts of tokens are rounded in any case.
+    Timed once, and cached. On a GPU, token counts are rounded in any case.
     """
     if proposing_model.engine == "paged" and not is_gpu(proposing_model.ir.device):
         timing_setting = repr(("pairs", sorted(proposing_model.ir.properties.items())))
@@ -106,7 +106,7 @@ def choose_two_token_rule(proposing_model: CompiledModel, options: DeviceOptions
 
 @dataclass(frozen=True)
 class TwoTokenCost:
-    """How many times as long an inference of two tokens takes as one of a single token."""
+    """The time of an inference of two tokens, relative to a single token."""
 
     cost: float
 

@@ -1,4 +1,4 @@
-"""Find out by trial how a model's states can be rolled back; nothing is guessed from a model's name."""
+"""Find out by trial how to roll back a model's states; nothing is guessed from a model's name."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ovspec.ir.attention_mask import UNBOUNDED, find_exact_masking_limit
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import identify_machine
 
-ROLLBACK_PROPERTIES = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # ends of the names of properties
-ROLLBACK_PROBE_VERSION = "4"  # a new version invalidates kept findings
+ROLLBACK_PROPERTIES = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # suffixes of property names
+ROLLBACK_PROBE_VERSION = "4"  # a new version invalidates cached findings
 
 
 @dataclass(frozen=True)
 class ProbedRollback:
-    """The rollback that probing found."""
+    """The rollback found by probing."""
 
     rollback: RollbackMethod
-    setting: str  # the device and properties that it was found with
-    seconds: float  # that probing took
+    setting: str  # its device and properties
+    seconds: float  # of probing
 
 
 def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
@@ -42,7 +42,7 @@ def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
 
 
 def probe_rollback(ir: CompiledIR) -> ProbedRollback:
-    """Find the rollback that leaves no trace: feed junk after a prefill, roll back, continue, compare with a clean run.
+    """Find a rollback that leaves no trace: feed junk after a prefill, roll back, continue, compare with a clean run.
 
     Tries masking first, then trimming. Raises OvspecError if neither restores the clean run's logits, or if these
     are not numbers.
@@ -57,11 +57,11 @@ def probe_rollback(ir: CompiledIR) -> ProbedRollback:
                 rollback = replace(rollback, copies=find_working_copy_modes(ir, rollback))
                 setting = describe_rollback_setting(ir.device, ir.properties)
                 return ProbedRollback(rollback, setting, time.perf_counter() - start_time)
-    raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
+    raise OvspecError(f"{ir.folder}: its KV cache can't be rolled back by masking or trimming; use another model.")
 
 
 def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
-    """Return whether junk that was fed and rolled back leaves no trace in the logits."""
+    """Return whether junk leaves no trace in the logits once it is rolled back."""
     text_ids, junk_ids = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
 
@@ -75,7 +75,7 @@ def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
     regrouped_logits = run_pieces(text_ids[:7], text_ids[7:12], text_ids[12:])
     decoder.reset(1)
     decoder.feed([text_ids[:10]], [10])
-    # Where slots are freed, twice to the same shapes, which a GPU makes use of. Masked ones would leave a window.
+    # Where slots are freed, twice to the same shapes, which a GPU exploits. Masked slots would leave a window.
     rejected_pieces = [junk_ids]
     if rollback.kv != "mask":
         rejected_pieces.append(junk_ids[::-1])
@@ -84,14 +84,14 @@ def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
         decoder.truncate(0, 10)
     rolled_back_logits = decoder.feed([text_ids[len(decoder.rows[0]) :]], [1])[0]
     if not np.isfinite(clean_logits).all():
-        raise OvspecError(f"{ir.folder}: its logits are not numbers (NaN or infinity) on {ir.device}; export it again.")
+        raise OvspecError(f"{ir.folder}: its logits are NaN or infinite on {ir.device}; export the model again.")
     # Feeding the same text in other pieces changes the logits by rounding; a rollback may change them as much.
     rounding_error = np.abs(regrouped_logits - clean_logits).max()
     return bool(np.abs(rolled_back_logits - clean_logits).max() <= 10 * rounding_error + 1e-4 * clean_logits.std())
 
 
 def find_working_copy_modes(ir: CompiledIR, rollback: RollbackMethod) -> StateCopies:
-    """Return which infer requests continue correctly with copied states; see ``RollbackMethod``."""
+    """Return the infer requests that continue correctly with copied states; see ``RollbackMethod``."""
     for copy_mode in list_copy_modes(ir):
         if copies_continue_like_clean_run(ir, replace(rollback, copies=copy_mode)):
             return copy_mode
@@ -99,15 +99,15 @@ def find_working_copy_modes(ir: CompiledIR, rollback: RollbackMethod) -> StateCo
 
 
 def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
-    """Return the ways to set states that may be tried.
+    """Return the ways of setting states to try.
 
-    On a GPU, inferences fail if the request hasn't run, and then all others of the model do (OpenVINO 2026.4.1).
+    On a GPU, inferences fail if the request hasn't run, and then so do the model's others (OpenVINO 2026.4.1).
     """
     return ("any", "run") if ir.device == "CPU" else ("run",)
 
 
 def copies_continue_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
-    """Return whether compacted rows, and a new request with their states, go on like a clean run."""
+    """Return whether compacted rows, and a new request with their states, continue like a clean run."""
     text_ids, junk_ids = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
     tail_ids = text_ids[10:]
     no_ids = text_ids[:0]
@@ -138,7 +138,7 @@ def copies_continue_like_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> 
             other_row_count = len(tested_decoder.rows) - 1
             logits = tested_decoder.feed([tail_ids, *[no_ids] * other_row_count], [4, *[0] * other_row_count])[0]
             continued_logits.append(logits.copy())
-    except (OvspecError, RuntimeError, IndexError):  # a plugin may hand out no states, or states without a shape
+    except (OvspecError, RuntimeError, IndexError):  # a plugin may provide no states, or states without a shape
         return False
     rounding_error = np.abs(regrouped_logits - clean_logits[-2:]).max()
     tolerance = 10 * rounding_error + 1e-4 * clean_logits.std()
@@ -155,7 +155,7 @@ def find_safe_mask_bound(ir: CompiledIR) -> int | None:
 
 
 def load_or_probe_rollback(ir: CompiledIR, cache_dir: Path | None) -> ProbedRollback:
-    """Return the probe that an earlier run has remembered, or probe."""
+    """Return the result of an earlier probe, or probe."""
     setting = f"{ROLLBACK_PROBE_VERSION} {describe_rollback_setting(ir.device, ir.properties)}"
     findings_file = find_findings_file("probes", ir.folder, setting, cache_dir, ir.device)
     return read_cached(ProbedRollback, findings_file) or write_cached(findings_file, probe_rollback(ir))
@@ -166,7 +166,7 @@ def find_findings_file(
 ) -> Path | None:
     """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache.
 
-    ``device``: the device that they were found with.
+    ``device``: the device of the findings.
     """
     if not cache_dir:
         return None

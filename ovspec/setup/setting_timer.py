@@ -1,4 +1,4 @@
-"""Times a model's settings, in turns with the incumbent, and measures how accurate they are."""
+"""Times a model's settings, in turns with the incumbent, and measures their accuracy."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ovspec.setup.paging import EXACT_PROPERTIES, check_paged, compile_paged
 from ovspec.setup.profile import EngineSetting, Measurement, complete_device_options
 from ovspec.setup.rollback_probing import probe_rollback
 
-MAX_REPEATED_SECONDS = 0.02  # seconds for which one inference is repeated
-LONG_PREFILL_SECONDS = 0.5  # seconds; a prefill that takes longer is timed once
+MAX_REPEATED_SECONDS = 0.02  # seconds for repetitions of one inference
+LONG_PREFILL_SECONDS = 0.5  # seconds; a longer prefill is timed once
 
 
 @dataclass(frozen=True)
 class TuningEffort:
     """The amount of measuring."""
 
-    prompt_tokens: int  # of the prompt that is timed, and before the timed inferences
+    prompt_tokens: int  # length of the timed prompt, and of the text before timed inferences
     widths: tuple[int, ...]  # of the timed inferences, in tokens
-    repeats: int  # how often each setting is timed
-    is_full: bool  # whether all settings are tried, and exact arithmetic is probed thoroughly
-    accuracy_tokens: int = 256  # tokens by which accuracy is judged
+    repeats: int  # number of timings per setting
+    is_full: bool  # whether to try all settings, and to probe exact arithmetic thoroughly
+    accuracy_tokens: int = 256  # length of the text for measuring accuracy
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent, after the first tokens of ``text_ids`` (n,), read as a prompt.
+    """Times settings of one model against the incumbent, after the first tokens of ``text_ids`` (n,) as the prompt.
 
-    ``options``: name the folder in which findings are remembered.
+    ``options``: they name the folder for cached findings.
     """
 
     def __init__(self, folder: Path, text_ids: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
@@ -69,7 +69,7 @@ class SettingTimer:
     def measure_setting(self, setting: EngineSetting) -> Measurement:
         decoder = self._make_timed_decoder(self._load_model(setting))
         kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(decoder))
-        self._time_prefill(decoder)  # the first one is slower
+        self._time_prefill(decoder)  # the first prefill is slower
         incumbent = self.incumbent
         time_ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
         prefill_ratios: list[float] = []
@@ -89,7 +89,7 @@ class SettingTimer:
         return Measurement(setting, verify_ms, prefill_ms, kl_divergence, top1_share, statistics.median(changes_ms))
 
     def with_exactness(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
+        """Return ``measurement`` with the rule of exact arithmetic, and the time of the rule's minimum of tokens."""
         exactness = self._probe_exactness(measurement.setting)
         verify_ms = measurement.verify_ms
         if exactness.rule and (min_tokens := exactness.rule.fewest) not in verify_ms:
@@ -101,7 +101,7 @@ class SettingTimer:
         return replace(measurement, verify_ms=verify_ms, invariance=exactness.invariance, rule=exactness.rule)
 
     def _probe_exactness(self, setting: EngineSetting) -> Exactness:
-        """Find the rule of exact arithmetic, and remember it for loads."""
+        """Find the rule of exact arithmetic, and cache it for loads."""
         options = DeviceOptions(cache_dir=self._options.cache_folder)
         if not self._options.cache_folder:
             options = DeviceOptions(properties={"CACHE_DIR": ""})
@@ -112,7 +112,7 @@ class SettingTimer:
         )
 
     def probe_exactness_by_threads(self, setting: EngineSetting) -> dict[int, Exactness]:
-        """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
+        """Find the rule thoroughly, with the default number of threads and with one; by number of threads."""
         exactness_by_threads: dict[int, Exactness] = {}
         for requested_threads in (None, 1):
             model = self._compile_model(setting, threads=requested_threads)
@@ -122,7 +122,7 @@ class SettingTimer:
         return exactness_by_threads
 
     def measure_exact_price(self, setting: EngineSetting, feed_rule: FeedRule | None) -> float | None:
-        """Return how many times as long as in fast arithmetic a token takes by ``feed_rule``, after the prompt."""
+        """Return the time per token by ``feed_rule``, relative to fast arithmetic, after the prompt."""
         if not feed_rule:
             return None
         exact_decoder = self._compile_model(setting).make_decoder(feed_rule=feed_rule)
@@ -133,7 +133,7 @@ class SettingTimer:
         return statistics.median(exact_ms / fast_ms for exact_ms, fast_ms in times_ms)
 
     def _load_model(self, setting: EngineSetting) -> CompiledModel:
-        """Return the model of the incumbent or the last other setting, or compile it: memory may not hold three."""
+        """Return the model of the incumbent or of the last other setting, or compile it: memory may not hold three."""
         if setting not in self._models:
             self._models = {self.incumbent.setting: self._models[self.incumbent.setting]}
             self._models[setting] = self._compile_model(setting)
@@ -142,7 +142,7 @@ class SettingTimer:
     def _compile_model(
         self, setting: EngineSetting, two_queries: bool = True, threads: int | None = None
     ) -> CompiledModel:
-        # Not cached on a CPU: a model compiled only to be measured isn't worth keeping; a GPU takes minutes for it.
+        # Not cached on a CPU: a model compiled only for timing isn't worth it; on a GPU, compiling takes minutes.
         options = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
         options = replace(options, threads=threads, properties=options.properties | setting.properties)
         if setting.engine == "paged":
@@ -156,7 +156,7 @@ class SettingTimer:
     def _make_timed_decoder(self, model: CompiledModel) -> Decoder:
         feed_rule = fast_arithmetic_rule(model.engine, model.ir.device)
         if model.engine == "paged" and not is_gpu(model.ir.device):
-            # A second query for each token, as in exact arithmetic on a CPU, and as many tokens and logits as are fed.
+            # A second query for each token, as in exact arithmetic on a CPU, and no more tokens or logits than are fed.
             feed_rule = FeedRule(queries=2)
         return model.make_decoder(feed_rule=feed_rule)
 
@@ -175,20 +175,20 @@ class SettingTimer:
     def _time_widths(
         self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
     ) -> tuple[dict[int, float], float]:
-        """Return the median milliseconds of inferences after the text by width, and those that a new width adds."""
+        """Return the median milliseconds of inferences after the text by width, and of a change of width."""
         times_ms: dict[int, list[float]] = {width: [] for width in widths or self.effort.widths}
         changes_ms: list[float] = []
         for repeat in range(repeats + 1):
             for width in times_ms:
                 first_ms, later_ms = self._time_width(decoder, width)
-                if repeat:  # the first inferences of all, and those after another model's, are slower
+                if repeat:  # the very first inferences, and the first after another model's, are slower
                     times_ms[width].append(later_ms)
                     changes_ms.append(first_ms - later_ms)
         medians_ms = {width: statistics.median(milliseconds) for width, milliseconds in times_ms.items()}
         return medians_ms, statistics.median(changes_ms)
 
     def _time_width(self, decoder: Decoder, width: int) -> tuple[float, float]:
-        """Return the milliseconds of an inference after one of another width, and after some of the same."""
+        """Return the milliseconds of an inference of a new width, and of inferences of the same width after it."""
         times_ms: list[float] = []
         start_time = time.perf_counter()
         while len(times_ms) < 2 or (time.perf_counter() - start_time < MAX_REPEATED_SECONDS and len(times_ms) < 20):

@@ -1,6 +1,6 @@
-"""Measure which settings are best for a model on this machine, for ``ovspec tune`` and first loads.
+"""Measure the best settings for a model on this machine, for ``ovspec tune`` and first loads.
 
-The machine's speed changes over time, so settings are timed in turns with the one that is used without a profile.
+The machine's speed changes over time, so settings are timed in turns with the setting used without a profile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ovspec.setup.weight_formats import time_formats_for_model
 from ovspec.text.tokenizer import Tokenizer
 
 TUNING_TEXT_FILE = Path(__file__).with_name("tuning_text.txt")
-# A first load does not tune a model with more bytes of weights than this, because it would take too long.
+# A first load tunes only models with at most this many bytes of weights, because tuning larger ones takes too long.
 MAX_AUTO_TUNED_BYTES = 1.5e9
 USUAL_GROUP_SIZE = 32  # OpenVINO's default on the CPU
 FULL_EFFORT = TuningEffort(256, (1, 2, 4, 8, 16), 3, True)
@@ -64,10 +64,12 @@ def tune_model(
     device is AUTO or HETERO, or too little memory is free.
     """
     if is_virtual_device(parse_device_option(options.device)):
-        raise OvspecError(f"`device={options.device!r}`: name a single device to tune, such as CPU or GPU.")
+        raise OvspecError(f"`device={options.device!r}`: tuning needs a single device, such as CPU or GPU.")
     on_gpu = is_gpu(options.device)
     if not weights_fit_into_memory(folder, 3):
-        raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
+        raise OvspecError(
+            f"{folder}: not enough free memory to tune, which loads the model twice; close other programs."
+        )
     start_time = time.monotonic()
     report_progress("f32 without dynamic quantisation (reference for accuracy)", 0.0)
     accuracy_tokens = min(effort.accuracy_tokens, read_model_config(folder).context_length or effort.accuracy_tokens)
@@ -90,12 +92,12 @@ def tune_model(
     profile = Profile(goal, effort.is_full, effort.prompt_tokens, 0.0, measurements[-1], measurements)
     for step_number, setting in enumerate(settings, 3):
         report_progress(str(setting), step_number / step_count)
-        # Its logits may not be numbers, as those of some models in f16; a GPU may have no kernels for it.
+        # Its logits may not be numbers, as in f16 with some models; a GPU may have no kernels for it.
         expected_error = OvspecError if on_gpu else InferenceError
         with suppress(expected_error):
             measurements.append(setting_timer.measure_setting(setting))
-    # A probe takes longer than measuring: only settings that may be chosen are probed, and the usual one only where
-    # another might be less exact.
+    # A probe takes longer than a measurement: only settings that may be chosen are probed, and the usual setting only
+    # where another might be less exact.
     while (best_measurement := profile.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
         unprobed_measurement = measurements[0]
         if best_measurement.invariance is None:
@@ -119,7 +121,7 @@ def tune_model(
 def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bool) -> list[EngineSetting]:
     """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
 
-    A first load (not ``is_full``) tries only the one that is most likely to be faster: f32 with the largest group.
+    A first load (not ``is_full``) tries only the setting most likely to be faster: f32 with the largest group.
     """
     default_precision = default_kv_precisions(DeviceOptions())["CPU"]
     if not is_full:
@@ -136,7 +138,7 @@ def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bo
 
 
 def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[EngineSetting]:
-    """Return the settings to compare with a GPU's usual ones: precisions, dynamic quantisation, and a u8 KV cache."""
+    """Return the settings to compare with a GPU's default ones: precisions, dynamic quantisation, and a u8 KV cache."""
     settings = [
         EngineSetting(engine, group=group_size)
         for group_size in (0, 32, 128)
@@ -149,7 +151,7 @@ def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[Eng
 
 
 def load_or_tune_profile(folder: Path, options: DeviceOptions) -> Profile | None:
-    """Return the known profile, or measure and keep a short one; None if that is not possible or takes too long."""
+    """Return the known profile, or measure and keep a short one; None if this is impossible or takes too long."""
     profile = read_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile

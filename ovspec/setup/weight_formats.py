@@ -1,7 +1,7 @@
-"""Time products with weights in several formats, to tell whether a model would be faster in another one.
+"""Time products with weights in several formats, to tell whether a model would be faster in another format.
 
-Which format is fastest depends on the processor: without VNNI, zero points cost time, and weights of 4 bits are read
-faster than they are unpacked.
+Which format is fastest depends on the processor: without VNNI, zero points cost time, and 4-bit weights are read faster
+than they are unpacked.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-MULTIPLIED_BYTES = 64e6  # of the weights in int8 that are multiplied, so that no cache of a core holds them
+MULTIPLIED_BYTES = 64e6  # of int8 weights to multiply, so that they fit into no core's cache
 MAX_COPY_COUNT = 64
 TIMING_TURNS = 5
 TIMING_REPEATS = 4
-GROUP_SIZES = (128, 64, 32)  # weights that share a scale, the largest that fits
+GROUP_SIZES = (128, 64, 32)  # weights with a shared scale, the largest that fits
 ELEMENT_TYPES = {(8, False): ov.Type.u8, (8, True): ov.Type.i8, (4, False): ov.Type.u4, (4, True): ov.Type.i4}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored. bits: 16 is f16. group: weights that share a scale; None for a whole row.
+    """The storage format of weights. bits: 16 is f16. group: weights with a shared scale; None for a whole row.
 
     symmetric: without zero points.
     """
@@ -58,7 +58,7 @@ def find_export_options(format_name: str) -> str:
 def time_formats_for_model(constant_shapes: Counter[tuple[str, str]]) -> dict[str, float]:
     """Return milliseconds of a model's commonest product for one token, by weight format, the model's own first.
 
-    constant_shapes: of the constants of its IR, by (type, shape). Returns {} if most are in an unknown format.
+    constant_shapes: count of the constants in its IR by (type, shape). Returns {} if most are in an unknown format.
     """
     dominant_product = find_dominant_product(constant_shapes)
     if not dominant_product:
@@ -69,7 +69,7 @@ def time_formats_for_model(constant_shapes: Counter[tuple[str, str]]) -> dict[st
 
 
 def list_formats(column_count: int) -> list[WeightFormat]:
-    """Return the formats that rows of this length can have."""
+    """Return the possible formats for rows of this length."""
     group_sizes = [group_size for group_size in GROUP_SIZES if column_count % group_size == 0][:1]
     int8_formats = [WeightFormat(8), WeightFormat(8, symmetric=True)]
     int4_formats = [WeightFormat(4, group_size, symmetric) for group_size in group_sizes for symmetric in (False, True)]
@@ -77,12 +77,12 @@ def list_formats(column_count: int) -> list[WeightFormat]:
 
 
 def find_dominant_product(constant_shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int] | None:
-    """Return the format in which most weights of a model are, and rows and columns of its commonest product."""
+    """Return the format of most weights of a model, and rows and columns of its commonest product."""
     formats_by_type = {"u8": (8, False), "i8": (8, True), "u4": (4, False), "i4": (4, True), "f16": (16, False)}
     weight_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for (element_type, shape_text), shape_count in constant_shapes.items():
         shape = tuple(map(int, shape_text.split(",")))
-        if shape_count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's occurs once; scales end in 1
+        if shape_count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's matrix occurs once; scales end in 1
             weight_counts[element_type, shape] = shape_count * int(np.prod(shape))
     if not weight_counts or weight_counts.most_common(1)[0][0][0] not in formats_by_type:
         return None

@@ -1,7 +1,7 @@
-"""Reads an assistant's answer as it grows: what is thinking, what is text, and which tools it calls with what.
+"""Reads an assistant's answer as it grows: its thinking, its text, and its tool calls with their arguments.
 
 Tags are found as tokens where the vocabulary has a token for them, otherwise as text. In the texts here such a token is
-a single character that no text can have (a lone surrogate), so that a tag that was only spelt out stays text.
+a single character outside valid text (a lone surrogate), so a tag spelt out in ordinary tokens stays text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 
 from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 
-# start: nothing but white space yet; after: the same behind thinking; between: the header of a message (harmony).
+# start: nothing but white space yet; after: the same after thinking; between: the header of a message (harmony).
 Phase = Literal["start", "thinking", "after", "text", "between", "calls"]
-WHITESPACE = " \t\r\n"  # only ASCII, so that it is the same in bytes
+WHITESPACE = " \t\r\n"  # only ASCII, for the same result in bytes
 FIRST_MARK_CODEPOINT = 0xD800
 MARK_COUNT = 0x800
 TOOL_NAME_IN_CALL = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"
@@ -27,14 +27,14 @@ TOOL_NAME_IN_CALL = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"
 
 @dataclass(frozen=True)
 class PhaseTag:
-    """A text that leads from one of the phases ``from_phases`` to ``next_phase``. Calls begin with their tag."""
+    """A text that leads from a phase in ``from_phases`` to ``next_phase``. Calls begin with their tag."""
 
     text: str
     from_phases: tuple[Phase, ...]
     next_phase: Phase
 
     def text_after_tag(self, text: str, tag_start: int) -> str:
-        """Return the rest of ``text`` after this tag, which begins at ``tag_start``; a tag of calls belongs to it."""
+        """Return the rest of ``text`` after this tag, at ``tag_start``; the tag of calls is included."""
         if self.next_phase != "calls":
             tag_start += len(self.text)
         return text[tag_start:]
@@ -42,11 +42,11 @@ class PhaseTag:
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """How a model marks its thinking.
+    """A model's tags and headers for thinking.
 
     open_tag, close_tag: the tags around it.
-    further_tags: further tags of a format that has a header for each part.
-    message_header, text_header: what is between thinking and such a header, and the header of the text for the user.
+    further_tags: further tags of a format with a header for each part.
+    message_header, text_header: the text between thinking and such a header, and the header of the text for the user.
     """
 
     open_tag: str
@@ -106,7 +106,7 @@ def detect_thinking_format(template_source: str) -> ThinkingFormat | None:
 
 
 class AnswerReadingState(NamedTuple):
-    """Where an answer is. ``pending``: its last text, which may begin a tag or be white space before one."""
+    """The position in an answer. ``pending``: its last text, perhaps the start of a tag or white space before a tag."""
 
     phase: Phase = "start"
     pending: str = ""
@@ -115,9 +115,9 @@ class AnswerReadingState(NamedTuple):
 def split_by_phase(
     tags: Sequence[PhaseTag], state: AnswerReadingState, text: str
 ) -> tuple[AnswerReadingState, list[tuple[Phase, str]]]:
-    """Return the state after ``text``, and what is now known of it: (phase, text) pairs.
+    """Return the state after ``text``, and its parts known by now: (phase, text) pairs.
 
-    White space around tags is gone.
+    White space around tags is removed.
     """
     phase = state.phase
     pending = state.pending + text
@@ -161,7 +161,7 @@ def split_by_phase(
 
 
 def find_unfinished_tag(text: str, tags: Collection[PhaseTag]) -> int:
-    """Return where the end of ``text`` begins that may turn out to be a tag with white space before it."""
+    """Return where the end of ``text`` begins that may become a tag, with white space before it."""
     if not tags:
         return len(text)
     return len(text[: min(find_unfinished_end(text, tag.text) for tag in tags)].rstrip(WHITESPACE))
@@ -172,12 +172,12 @@ def find_unfinished_tag(text: str, tags: Collection[PhaseTag]) -> int:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model's answers to a request are written.
+    """The format of a model's answers to a request.
 
-    tool_format: of the calls, if there are tools.
-    thinking_format: the tags of thinking, if there are any.
-    tool_names: the tools whose calls are looked for.
-    first_phase: the phase in which an answer begins.
+    tool_format: the format of calls, if there are tools.
+    thinking_format: the tags of thinking, if any.
+    tool_names: the tools whose calls are detected.
+    first_phase: the phase at the start of an answer.
     calls_after_text: whether calls may follow text.
     added_tokens: text -> id of the tokens outside of the model's own vocabulary.
     """
@@ -191,7 +191,7 @@ class AnswerFormat:
 
     @functools.cached_property
     def tag_token_ids(self) -> dict[str, int]:
-        """The tokens that are tags or parts of them: text -> id."""
+        """The tokens that are tags or parts of tags: text -> id."""
         tag_texts: list[str] = []
         if self.thinking_format:
             tag_texts += [self.thinking_format.message_header, *(tag.text for tag in self.thinking_format.tags)]
@@ -205,18 +205,18 @@ class AnswerFormat:
 
     @functools.cached_property
     def mark_by_token_id(self) -> dict[int, str]:
-        """The character that stands for each of these tokens, by id."""
+        """The placeholder character of each of these tokens, by id."""
         return {
             token_id: chr(FIRST_MARK_CODEPOINT + index) for index, token_id in enumerate(self.tag_token_ids.values())
         }
 
     @property
     def tags(self) -> list[PhaseTag]:
-        """All tags, with characters for tokens."""
+        """All tags, with placeholder characters for tokens."""
         tags: list[PhaseTag] = []
         if self.thinking_format:
             tags += self.thinking_format.tags
-        if not self.calls_after_text:  # an answer that isn't free has thinking only before it
+        if not self.calls_after_text:  # a constrained answer has thinking only before it
             tags = [
                 PhaseTag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags
             ]
@@ -230,7 +230,7 @@ class AnswerFormat:
         return [PhaseTag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
 
     def mark_tokens(self, text: str) -> str:
-        """Return ``text`` with characters for tokens."""
+        """Return ``text`` with placeholder characters for tokens."""
         for token_text in sorted(self.tag_token_ids, key=len, reverse=True):
             text = text.replace(token_text, self.mark_by_token_id[self.tag_token_ids[token_text]])
         return text
@@ -246,16 +246,16 @@ class AnswerFormat:
 
 
 def is_token_mark(character: str) -> bool:
-    """Return whether a character stands for a token."""
+    """Return whether a character is a token's placeholder."""
     return FIRST_MARK_CODEPOINT <= ord(character) < FIRST_MARK_CODEPOINT + MARK_COUNT
 
 
-# ---------------------------------------------------------------- what an answer says
+# ---------------------------------------------------------------- the content of an answer
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a tool, or what a stream adds to one. ``arguments``: JSON, or a part of it.
+    """A tool call, or its next part in a stream. ``arguments``: JSON, or a part of it.
 
     ``index``: among the calls of the answer. ``name``, ``id``: in a stream, only with the first part.
     """
@@ -268,7 +268,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class AnswerContent:
-    """What an answer says, or a part of it."""
+    """The content of an answer, or a part of it."""
 
     text: str = ""
     thinking: str = ""
@@ -279,8 +279,8 @@ class AnswerReader:
     """Reads an answer piece by piece.
 
     Args:
-        string_parameters: for each tool the parameters that are written as text without quotes.
-        id_key: makes ids of calls differ from those of other answers.
+        string_parameters: for each tool the parameters written as text without quotes.
+        id_key: distinguishes the ids of calls from the ids in other answers.
     """
 
     def __init__(
@@ -293,11 +293,11 @@ class AnswerReader:
         self._tags = answer_format.tags
         self._reading_state = AnswerReadingState(answer_format.first_phase)
         self._id_key = id_key
-        self._has_thought = False  # whether thinking has begun: white space before it is gone
+        self._has_thought = False  # whether thinking has begun: white space before it is removed
         self._call_reader = (
             ToolCallReader(answer_format, string_parameters or {}) if answer_format.tool_format else None
         )
-        self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
+        self.calls: list[ToolCall] = []  # complete, or cut off with the text
 
     @property
     def phase(self) -> Phase:
@@ -309,7 +309,7 @@ class AnswerReader:
         self._add_phase_texts(phase_parts, content)
 
     def flush(self, content: AnswerContent) -> None:
-        """Add the pending text at the end of the answer, where a tag might have come, to ``content``."""
+        """Add the pending text at the end of the answer, the possible start of a tag, to ``content``."""
         phase, pending = self._reading_state
         self._reading_state = AnswerReadingState(phase)
         if phase == "thinking":
@@ -336,7 +336,7 @@ class AnswerReader:
                 content.text += self._format.spell_marks(phase_text)
 
     def _make_call_id(self, index: int) -> str:
-        """Return a call's id: the same for the same answer, so that it doesn't depend on how often it is asked for."""
+        """Return a call's id: the same each time for the same answer."""
         digest = hashlib.blake2b(self._id_key + index.to_bytes(4), digest_size=12).hexdigest()
         assert self._format.tool_format
         id_length = self._format.tool_format.id_length
@@ -346,7 +346,7 @@ class AnswerReader:
 
 
 class ToolCallReader:
-    """Reads calls piece by piece. They follow the grammar of their format, but may be cut off anywhere."""
+    """Reads calls piece by piece. They follow the grammar of their format, but may be truncated anywhere."""
 
     def __init__(self, answer_format: AnswerFormat, string_parameters: Mapping[str, Collection[str]]) -> None:
         tool_format = answer_format.tool_format
@@ -367,7 +367,7 @@ class ToolCallReader:
         next(self._call_reading)
 
     def push(self, text: str) -> list[ToolCall]:
-        """Add ``text``; return the parts of calls that it has brought."""
+        """Add ``text``; return the new parts of calls."""
         self._unread_text += text
         next(self._call_reading)
         new_parts = self._new_parts
@@ -375,7 +375,7 @@ class ToolCallReader:
         return new_parts
 
     def _read_calls(self) -> Generator[None]:
-        """Read as far as the text goes, wait for more, and go on."""
+        """Read to the end of the text so far, wait for more, and continue."""
         for index in itertools.count():
             while not (
                 matches := [match for pattern in self._start_patterns if (match := pattern.search(self._unread_text))]
@@ -392,7 +392,7 @@ class ToolCallReader:
                 yield from self._read_json_arguments(index)
 
     def _read_json_arguments(self, index: int, closing_tag: str = "") -> Generator[None]:
-        """Read a JSON object; or, if given, any JSON up to ``closing_tag``, and go past that."""
+        """Read a JSON object; or, with ``closing_tag``, any JSON up to the tag, and skip the tag."""
         depth = 0
         in_quotes = False
         is_escaped = False
@@ -452,7 +452,7 @@ class ToolCallReader:
             self._consume_text(len(closing_tag))
 
     def _read_until(self, end_tag: str) -> Generator[None, None, str]:
-        """Return the text before ``end_tag``, and go past it."""
+        """Return the text before ``end_tag``, and skip the tag."""
         while (position := self._unread_text.find(end_tag)) < 0:
             yield
         text = self._consume_text(position)
@@ -470,12 +470,12 @@ class ToolCallReader:
 
 
 def escape_json_text(text: str) -> str:
-    """Return ``text`` as it is written within a JSON string."""
+    """Return ``text`` as written within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def find_unfinished_end(text: str, end: str) -> int:
-    """Return where the end of ``text`` begins that may turn out to be ``end``."""
+    """Return where the end of ``text`` begins that may become ``end``."""
     for position in range(max(0, len(text) - len(end) + 1), len(text)):
         if end.startswith(text[position:]):
             return position

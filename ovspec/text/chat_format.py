@@ -1,4 +1,4 @@
-"""How a model's chats are written: its chat template with its tool format and its tags of thinking."""
+"""A model's chat format: its chat template with its tool format and its tags of thinking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ovspec.params.tool_formats.layout import (
 from ovspec.text.answer import detect_thinking_format
 from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
 
-# A chat with a tool and two calls of it, whose rendering shows the format.
+# A chat with a tool and two calls of it; its rendering shows the template's format.
 PROBE_NAME = "probe"
 PROBE_SYSTEM = "You probe."
 PROBE_CALLS: list[tuple[str, JsonObject]] = [(PROBE_NAME, {"key": "value", "count": 1}), (PROBE_NAME, {})]
@@ -63,26 +63,26 @@ PROBE_SYSTEMS: list[Message] = [
     {"role": role, "content": f"You {role} {index}."}
     for index, role in enumerate(("system", "system", "user", "assistant", "system", "user"))
 ]
-CUT_OFF_ARGUMENTS = '{"probe": "'  # arguments that are no object
-ANSWER_END_MARK = "\uf8fe\uf8ff"  # where an answer that is continued ends; private characters, which no text has
+CUT_OFF_ARGUMENTS = '{"probe": "'  # not an object
+ANSWER_END_MARK = "\uf8fe\uf8ff"  # end of an answer to continue; private characters, never in real text
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-# Variables of templates that switch thinking on or off.
+# Template variables for switching thinking on or off.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a template wants messages with calls.
+    """The style in which a template takes messages with calls.
 
     arguments_as_text: arguments as JSON texts, not as objects.
-    null_content: no content is null, not ""; the text before calls is in a message of its own.
+    null_content: no content is null, not ""; the text before calls is in a separate message.
     """
 
     arguments_as_text: bool = False
     null_content: bool = False
 
     def restyle_calls(self, messages: list[Message]) -> list[Message]:
-        """Return messages, in which arguments are objects or can't be read, in this style."""
+        """Return messages in this style; their arguments are objects or can't be parsed."""
         styled_messages: list[Message] = []
         for message in messages:
             if calls := message.get("tool_calls"):
@@ -108,7 +108,7 @@ def replace_arguments(call: JsonObject, arguments: JsonValue) -> JsonObject:
 
 
 def has_unparsable_arguments(call: JsonObject) -> bool:
-    """Return whether the arguments of a call are a text that is no object."""
+    """Return whether the arguments of a call are a text, not an object."""
     return isinstance(call["function"]["arguments"], str)
 
 
@@ -116,7 +116,7 @@ CALL_STYLES = [CallStyle(*flags) for flags in itertools.product((False, True), r
 
 
 class ChatFormat:
-    """How a model's chats are written; ``tool_format`` is the name of its tool format, if it isn't to be found."""
+    """A model's chat format; ``tool_format`` is the name of its tool format, if it isn't to be detected."""
 
     def __init__(self, template: ChatTemplate, tool_format: str | None = None) -> None:
         self.template = template
@@ -125,12 +125,12 @@ class ChatFormat:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model calls tools."""
+        """The format of the model's tool calls."""
         return self._detected_format[0]
 
     @functools.cached_property
     def _detected_format(self) -> tuple[ToolFormat, CallStyle]:
-        """The tool format, and how the template wants messages with calls."""
+        """The tool format, and the template's style of messages with calls."""
         tool_format, call_style = detect_tool_format_and_style(self.template)
         if self._tool_format_name:
             tool_format = TOOL_FORMATS_BY_NAME[self._tool_format_name]
@@ -148,7 +148,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _takes_text_arguments(self) -> bool:
-        """Whether the template renders arguments that are a text as they are."""
+        """Whether the template renders text arguments unchanged."""
         tool_format, call_style = self._detected_format
         calls = [replace_arguments(call, CUT_OFF_ARGUMENTS) for call in PROBE_CHAT[1]["tool_calls"]]
         chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
@@ -158,14 +158,14 @@ class ChatFormat:
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
-        """Whether the template begins an answer after one that only thinks."""
+        """Whether the template begins a new answer after an answer that has only thinking."""
         chat = [PROBE_CHAT[0], {"role": "assistant", "content": "", "reasoning_content": "?"}]
         return render_or_empty(self.template, chat, tools=False) != render_or_empty(
             self.template, chat, tools=False, opens_answer=False
         )
 
     def _shows_all_messages(self, chat: list[Message]) -> bool:
-        """Return whether the template renders all of a chat, be it with tools or without."""
+        """Return whether the template renders a whole chat, with and without tools."""
         renderings = (render_or_empty(self.template, chat, tools) for tools in (False, True))
         return any(all(message["content"] in rendering for message in chat) for rendering in renderings)
 
@@ -182,17 +182,18 @@ class ChatFormat:
         Args:
             messages: OpenAI's; arguments of calls may be JSON texts or objects.
             tools: OpenAI's.
-            effort: how much to think, if the template can be told.
-            variables: what else the template reads; see ``ChatTemplate.render``.
-            opens_answer: end where the assistant's answer begins; or, if the last message is the assistant's, goes on.
+            effort: how much to think, if the template supports it.
+            variables: further variables for the template; see ``ChatTemplate.render``.
+            opens_answer: end at the start of the assistant's answer, or continue a last message of the assistant's.
 
         Raises:
             OvspecError: the template can't render them.
-            PromptError: a message isn't one.
+            PromptError: a message is invalid.
         """
         if invalid_messages := [message for message in messages if not isinstance(message, Mapping)]:
             raise PromptError(
-                f"A chat has {invalid_messages[0]!r:.60}; append messages, such as the `message` of a result."
+                f"messages: {invalid_messages[0]!r:.60} is not a message; append messages, such as the `message` of "
+                "a result."
             )
         if opens_answer and find_begun_answer(messages) is not None:
             return self._render_continuation(messages, tools, effort, variables)
@@ -243,7 +244,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _roles_with_parts(self) -> frozenset[str]:
-        """The roles in whose messages the template renders all text parts, and a single one like a string."""
+        """The roles for which the template renders all text parts, and a single part like a string."""
 
         def render_content(role: str, content: JsonValue) -> str:
             question = {"role": "user", "content": "?"}
@@ -266,7 +267,7 @@ class ChatFormat:
     def _join_parts(self, message: Message) -> Message:
         """Return a message with its text parts joined, unless the template takes parts.
 
-        Raises PromptError for other parts, which would be lost.
+        Raises PromptError for other parts, because they would be lost.
         """
         content: JsonValue = message.get("content")
         if not isinstance(content, list):
@@ -277,11 +278,11 @@ class ChatFormat:
             return {**message, "content": join_text_parts(content)}
         if other_parts and not takes_parts:
             part_type = other_parts[0].get("type") if isinstance(other_parts[0], Mapping) else other_parts[0]
-            raise PromptError(f"messages: content of the type {part_type!r:.40} can't be read; only text can.")
+            raise PromptError(f"messages: content of the type {part_type!r:.40} is not supported; send text.")
         return message
 
     def _render_messages(self, messages: list[Message], variables: Mapping[str, JsonValue], opens_answer: bool) -> str:
-        """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
+        """Render messages. Agents send system messages anywhere, and several in a row; not all templates accept this.
 
         Raises:
             OvspecError: the template can't render them.
@@ -301,13 +302,13 @@ class ChatFormat:
             for join_messages in (join_consecutive_messages, append_user_text_to_results):
                 joined_messages = join_messages(messages)
                 if joined_messages != messages:
-                    with contextlib.suppress(TemplateError):  # the first error is about the messages as they came
+                    with contextlib.suppress(TemplateError):  # the first error is about the messages as received
                         return self.template.render(joined_messages, opens_answer, variables)
                 messages = joined_messages
             raise
 
     def _effort_variables(self, effort: str) -> JsonObject:
-        """Return the variables that tell the template how much to think."""
+        """Return the template's variables for how much to think."""
         known_variables = self.template.variables
         if "reasoning_effort" in known_variables:
             return {"reasoning_effort": {"none": "low", "minimal": "low", "xhigh": "high"}.get(effort, effort)}
@@ -315,14 +316,14 @@ class ChatFormat:
 
 
 def detect_tool_format_and_style(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
-    """Return the tool format of a template, and the style in which it takes calls.
+    """Return the tool format of a template, and its style of calls.
 
-    The template renders two calls; what comes out shows how the model writes them.
+    The template renders two calls; the output shows the model's format.
     """
     for tool_format in TOOL_FORMATS:
         if tool_format.template_marks and all(mark in template.source for mark in tool_format.template_marks):
             return tool_format, CallStyle()
-    # Two calls in a message show what is between them; but a template may take one at a time.
+    # Two calls in a message show the text between them; but a template may take one at a time.
     for probe_chat, call_groups in (
         (PROBE_CHAT, [PROBE_CALLS]),
         (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS]),
@@ -338,13 +339,13 @@ def detect_tool_format_and_style(template: ChatTemplate) -> tuple[ToolFormat, Ca
             if fitting_styles := [
                 style for style in CALL_STYLES if contains_calls(renderings[style], tool_format, call_groups)
             ]:
-                # What is longer has a "None", or an empty text of its own.
+                # A longer rendering has a "None", or a separate empty text.
                 return tool_format, min(fitting_styles, key=lambda style: len(renderings[style]))
     return GENERIC, CallStyle()
 
 
 def add_missing_tool_fields(tool: JsonObject) -> JsonObject:
-    """Return a tool with a description and properties, which some templates take for granted."""
+    """Return a tool with a description and properties, because some templates require them."""
     function = {"description": "", **tool["function"]}
     return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
 
@@ -352,7 +353,7 @@ def add_missing_tool_fields(tool: JsonObject) -> JsonObject:
 def render_or_empty(
     template: ChatTemplate, messages: list[Message], tools: bool = True, opens_answer: bool = True
 ) -> str:
-    """Return a template's text of a chat, with the tool for probing unless ``tools`` is false; "" if it fails."""
+    """Return a template's text of a chat, with the probe tool unless ``tools`` is false; "" if it fails."""
     try:
         return template.render(messages, opens_answer, {"tools": [PROBE_TOOL]} if tools else {}, strict=False)
     except TemplateError:
@@ -360,7 +361,7 @@ def render_or_empty(
 
 
 def contains_calls(rendering: str, tool_format: ToolFormat, call_groups: list[list[tuple[str, JsonValue]]]) -> bool:
-    """Return whether each part of the calls is in ``rendering`` as ``tool_format`` writes it."""
+    """Return whether each part of the calls is in ``rendering``, in the format ``tool_format``."""
     layout_indices = range(len(tool_format.calls))
     return any(
         all(tool_format.write_calls(calls, layout_index) in rendering for calls in call_groups)
@@ -374,17 +375,17 @@ def is_text_part(part: JsonValue) -> bool:
 
 
 def join_text_parts(content: JsonValue) -> JsonValue:
-    """Return content whose parts are all texts as one text, other content as it is."""
+    """Return content that has only text parts as one text, other content unchanged."""
     if isinstance(content, list) and all(map(is_text_part, content)):
         return "\n".join(part["text"] for part in content)
     return content
 
 
 def normalize_message(message: Message) -> Message:
-    """Return a message with text as its content, and the arguments of its calls as objects where they are.
+    """Return a message with text as its content, and the arguments of its calls as objects if possible.
 
     Raises:
-        PromptError: it isn't such a message.
+        PromptError: it is invalid.
     """
     role = message.get("role")
     content = join_text_parts(message.get("content"))
@@ -392,11 +393,9 @@ def normalize_message(message: Message) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
-        raise PromptError(
-            f"In a chat with tools each message needs a role, and a text as content, not {message!r:.80}."
-        )
+        raise PromptError(f"messages: {message!r:.80} lacks a role, or text as content; a chat with tools needs both.")
     if not isinstance(calls, (list, tuple)):
-        raise PromptError("messages: tool_calls must be a list, such as that of a result's `message`.")
+        raise PromptError("messages: tool_calls must be a list, as in a result's `message`.")
     message = {**message, "content": content}
     if calls:
         message["tool_calls"] = list(map(normalize_call, calls))
@@ -406,12 +405,12 @@ def normalize_message(message: Message) -> Message:
 
 
 def normalize_call(call: JsonValue) -> JsonObject:
-    """Return a call with its arguments as an object where they are one; raises PromptError for what isn't a call."""
+    """Return a call with its arguments as an object if possible; raises PromptError for an invalid call."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise PromptError(f"messages: {call!r:.80} is no call; append the `message` of a result.")
+        raise PromptError(f"messages: {call!r:.80} is not a tool call; append the `message` of a result.")
     if not isinstance(call.get("id", ""), str):
-        problem = f"messages: the id of a call of {function['name']:.80} must be a string"
+        problem = f"messages: the id of a call to {function['name']:.80} must be a string"
         raise PromptError(f"{problem}; append the `message` of a result.")
     return replace_arguments(
         {**call, "type": "function", "function": function}, parse_call_arguments(function.get("arguments"))
@@ -419,7 +418,7 @@ def normalize_call(call: JsonValue) -> JsonObject:
 
 
 def parse_call_arguments(arguments: JsonValue) -> JsonValue:
-    """Return arguments as an object, or as a text where they are none: a call that was cut off has such ones."""
+    """Return arguments as an object, or else as a text: the arguments of a truncated call aren't an object."""
     parsed_arguments = arguments
     with contextlib.suppress(ValueError, RecursionError):
         while isinstance(parsed_arguments, str):  # some clients quote them twice
@@ -434,7 +433,7 @@ def parse_call_arguments(arguments: JsonValue) -> JsonValue:
 
 
 def wrap_unparsable_arguments(message: Message) -> Message:
-    """Return a message whose calls have objects as arguments, around those that are none."""
+    """Return a message whose calls all have objects as arguments; other arguments are wrapped in an object."""
     calls = [
         replace_arguments(call, {"arguments": call["function"]["arguments"]})
         if has_unparsable_arguments(call)
@@ -447,9 +446,9 @@ def wrap_unparsable_arguments(message: Message) -> Message:
 
 
 def find_begun_answer(messages: Sequence[Message]) -> str | None:
-    """Return the text of the last message if it begins an answer, which an assistant's without calls does; else None.
+    """Return the last message's text if it begins an answer: an assistant's message without calls; else None.
 
-    One that only thinks doesn't: another answer begins after it.
+    A message that has only thinking doesn't: a new answer begins after it.
     """
     if not messages:
         return None
@@ -461,13 +460,13 @@ def find_begun_answer(messages: Sequence[Message]) -> str | None:
 
 
 def only_thinks(message: Message) -> bool:
-    """Return whether an answer was cut off before it said or called anything."""
+    """Return whether an answer was cut off before any text or call."""
     visible_content = join_text_parts(message.get("content")) or message.get("tool_calls")
     return message.get("role") == "assistant" and not visible_content and bool(message.get("reasoning_content"))
 
 
 def order_tool_results(messages: list[Message]) -> list[Message]:
-    """Put the results of tools in the order of their calls: most templates don't render to which call they belong."""
+    """Put tool results in the order of their calls: most templates don't render the id of a result's call."""
     ordered_messages: list[Message] = []
     call_positions: dict[str, int] = {}  # of the calls, by their ids
     for are_results, message_group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
@@ -484,7 +483,7 @@ def order_tool_results(messages: list[Message]) -> list[Message]:
 
 
 def add_tool_names_and_ids(messages: list[Message], id_length: int | None) -> list[Message]:
-    """Give tool results the names of their tools, and calls ids of the length that the template demands."""
+    """Add the tools' names to tool results, and ids of the template's length to calls."""
     tool_names: dict[str, str] = {}
     completed_messages: list[Message] = []
     for message in messages:

@@ -20,23 +20,23 @@ from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig, 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 MAX_RENDER_SECONDS = 2.0
-MAX_RENDERER_BYTES = 1_000_000_000  # memory that the rendering process may use
+MAX_RENDERER_BYTES = 1_000_000_000  # memory limit of the rendering process
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATES_FOLDER = "additional_chat_templates"  # the folder of those that aren't the default
-ADDED_BOS = "added_bos_token"  # the variable of well-known templates that has what the tokenizer puts before each text
-# What Hugging Face's apply_chat_template takes as arguments of its own, so that no template reads it.
+TEMPLATES_FOLDER = "additional_chat_templates"  # the folder of further templates
+ADDED_BOS = "added_bos_token"  # variable of well-known templates: the tokenizer's text before each text
+# Arguments of Hugging Face's apply_chat_template itself, so not variables of templates.
 RESERVED_ARGUMENTS = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 class TemplateError(OvspecError):
-    """The template can't render what it was given."""
+    """The template can't render its input."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, rendered with the variables and functions that Hugging Face provides.
+    """A Jinja template, rendered with Hugging Face's variables and functions.
 
-    ``source_with_tools`` is the template for chats with tools, if that is another one.
+    ``source_with_tools`` is the template for chats with tools, if different.
     """
 
     source: str
@@ -45,7 +45,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """The variables that the template reads."""
+        """The variables used by the template."""
         return self._find_variables(self.source_with_tools or self.source)
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class ChatTemplate:
         return self._find_variables(self.source) if self.source_with_tools else self.variables
 
     def unread_variables(self, variables: Mapping[str, Any], has_tools: bool) -> list[str]:
-        """Return the names of variables that the template doesn't read, for chats with ``has_tools`` or without."""
+        """Return the names of variables that the template doesn't use, for chats with ``has_tools`` or without."""
         known_variables = self.variables if has_tools else self._variables_without_tools
         return [name for name in variables if name not in known_variables and name not in RESERVED_ARGUMENTS]
 
@@ -70,25 +70,25 @@ class ChatTemplate:
         """Return the prompt for ``messages``; with ``opens_answer`` it ends where the assistant's answer begins.
 
         Args:
-            variables: what else the template reads, such as "enable_thinking". "tools" are JSON schemas of functions,
-                as in OpenAI's API; "documents" are objects for models that answer from them.
-            strict: refuse variables that the template doesn't read.
+            variables: further variables for the template, such as "enable_thinking". "tools" are JSON schemas of
+                functions, as in OpenAI's API; "documents" are objects for models that answer from them.
+            strict: refuse variables that the template doesn't use.
 
         Raises:
-            TemplateError: the template fails, rejects these messages, doesn't read a variable, or takes too much time
-                or memory.
+            TemplateError: the template fails, rejects these messages, doesn't use a variable, or takes too much time or
+                memory.
             OvspecError: a variable can't be set, or messages aren't JSON.
         """
         all_variables = {"tools": None, "documents": None, **(variables or {})}
         for variable in all_variables.keys() & RESERVED_ARGUMENTS:
-            raise OvspecError(f"`chat_template_kwargs` can't set {variable}, which isn't a variable of templates.")
+            raise OvspecError(f"`chat_template_kwargs` can't set {variable}, a reserved name; leave it out.")
         for variable in ("tools", "documents"):
             list_value = all_variables[variable]
             is_list = isinstance(list_value, (list, tuple)) and all(isinstance(entry, Mapping) for entry in list_value)
             if list_value is not None and not is_list:
-                raise OvspecError(f"{variable} for a chat template must be a list of objects.")
+                raise OvspecError(f"`chat_template_kwargs`: {variable} must be a list of objects.")
         needed_variables: list[str] = []
-        if strict:  # an empty list of tools or documents says that there are none
+        if strict:  # an empty list of tools or documents means none
             needed_variables = [
                 variable
                 for variable in all_variables
@@ -117,7 +117,7 @@ class ChatTemplate:
         return renderer_reply["text"]
 
     def _ask_renderer(self, renderer_request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer of the process that renders."""
+        """Return the answer of the rendering process."""
         try:
             request_json = json.dumps(renderer_request)
         except (TypeError, ValueError) as error:
@@ -130,14 +130,14 @@ class ChatTemplate:
             ) from None
 
 
-# Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.
+# Templates come from the internet. Jinja's sandbox isolates them, but doesn't keep them from running for hours.
 RENDERER = SandboxPool(
     "ovspec.text.chat_template_worker", "renders chat templates", MAX_RENDER_SECONDS, MAX_RENDERER_BYTES
 )
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of an exported folder or a checkpoint, by their names."""
+    """Return the chat templates of an exported folder or a checkpoint, by name."""
     template_file = folder / CHAT_TEMPLATE_FILE
     templates: dict[str, str] = {}
     if template_file.is_file():
@@ -152,7 +152,7 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
 def load_chat_template(folder: Path, custom_source: str | None = None, bos: str = "") -> ChatTemplate:
     """Return the chat template of an exported folder; raises OvspecError if it has none.
 
-    custom_source: the source of a template to use instead. bos: what the tokenizer puts before each text.
+    custom_source: the source of a template to use instead. bos: the tokenizer's text before each text.
     """
     if custom_source is not None:
         return ChatTemplate(custom_source, read_special_tokens(folder) | {ADDED_BOS: bos})
@@ -160,8 +160,8 @@ def load_chat_template(folder: Path, custom_source: str | None = None, bos: str 
     source = templates.get("default")
     if not source and templates:
         template_names = ", ".join(sorted(templates))
-        problem = f"{folder}: of its chat templates ({template_names}) none is the default"
-        raise OvspecError(f"{problem}; name one as `chat_template`.")
+        problem = f"{folder}: none of its chat templates ({template_names}) is the default"
+        raise OvspecError(f"{problem}; choose with `chat_template`.")
     if not source:
         advice = "give plain text, not chat messages, or a `chat_template`"
         raise OvspecError(f"{folder}: this model has no chat template; {advice}.")

@@ -1,4 +1,4 @@
-"""The worker process that renders chat templates for ``chat_template.py``."""
+"""The worker process of ``chat_template.py`` for rendering chat templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CHARACTERS = 50_000_000
 
 
 class GenerationTag(Extension):
-    """Support for ``{% generation %}``, which marks the assistant's text for training and has no effect on a prompt."""
+    """Support for ``{% generation %}``, a mark of the assistant's text for training, without effect on a prompt."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -44,7 +44,7 @@ def raise_exception(message: str) -> None:
 
 @functools.cache
 def jinja_environment() -> jinja2.Environment:
-    """Return an environment with the functions that Hugging Face provides."""
+    """Return an environment with Hugging Face's functions."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
     )
@@ -61,15 +61,15 @@ def compile_template(source: str) -> jinja2.Template:
 
 @functools.lru_cache(maxsize=8)
 def find_variables(source: str) -> frozenset[str]:
-    """Return the variables that a template reads."""
+    """Return the variables used by a template."""
     return frozenset(meta.find_undeclared_variables(jinja_environment().parse(source)))
 
 
 def render_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return {"text": ...} or {"error": one line} for a request {"source", "variables", "needed"}.
 
-    If the template doesn't read a variable that is "needed", return {"unread": its name, "reads": others}. Without
-    "variables", return {"reads": those that it reads}.
+    If the template doesn't use a "needed" variable, return {"unread": its name, "reads": others}. Without "variables",
+    return {"reads": all used variables}.
     """
     source, variables = request["source"], request.get("variables")
     try:

@@ -1,4 +1,4 @@
-"""Chat templates that the user gives in place of the model's: a file, a text, or a name."""
+"""Chat templates from the user in place of the model's: a file, a text, or a name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, TemplateError
 
-PROBE_TEXT = "Xq7zv"  # stands for what is said
+PROBE_TEXT = "Xq7zv"  # placeholder for the content
 TURN_ROLES = ("user", "assistant", "system")
-# How a turn of each role is written, by llama.cpp's names; {} is what is said. Without a turn for the system, the user
-# says what it would (see ``ChatFormat``).
+# The format of each role's turn, by llama.cpp's names; {} is the content. Without a turn for the system, its content
+# goes into the user's turn (see ``ChatFormat``).
 KNOWN_TURNS: dict[str, str | tuple[str, ...]] = {
     "chatml": "<|im_start|>{role}\n{}<|im_end|>\n",
     "deepseek": ("### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "{}"),
@@ -38,11 +38,11 @@ KNOWN_TURNS: dict[str, str | tuple[str, ...]] = {
     "vicuna-orca": ("USER: {}\n", "ASSISTANT: {}</s>\n", "SYSTEM: {}\n"),
     "zephyr": "<|{role}|>\n{}<|endoftext|>\n",
 }
-TRIMMED_TEMPLATES = ("exaone3", "gemma", "llama3", "llama4")  # without the white space around what is said
+TRIMMED_TEMPLATES = ("exaone3", "gemma", "llama3", "llama4")  # strip the white space around the content
 
 
 def make_well_known_template(name: str) -> str:
-    """Return the Jinja source of a well-known template; it begins with the BOS that the tokenizer adds."""
+    """Return the Jinja source of a well-known template; it begins with the tokenizer's BOS."""
     turns = KNOWN_TURNS[name]
     if isinstance(turns, str):
         turns = tuple(turns.replace("{role}", role) for role in TURN_ROLES)
@@ -66,10 +66,10 @@ def make_well_known_template(name: str) -> str:
 
 
 def resolve_custom_template(template: str | Path, model_templates: Mapping[str, str]) -> str:
-    """Return the Jinja source of a chat template that the user gives, which can render a chat.
+    """Return the Jinja source of the user's chat template, checked to render a chat.
 
     Args:
-        template: a file, a source, or a name: of one of the model's own templates, or a well-known one.
+        template: a file, a source, or a name: of one of the model's own templates, or a well-known template.
         model_templates: the sources of the model's own templates, by name.
 
     Raises:
@@ -84,27 +84,31 @@ def resolve_custom_template(template: str | Path, model_templates: Mapping[str, 
         if "{{" in template or "{%" in template:
             source = source or template
             shown_name = "the given text"
-    with contextlib.suppress(OSError, ValueError):  # a text that can't be a path isn't one
+    with contextlib.suppress(OSError, ValueError):  # the text may not be a valid path
         if not source and Path(template).is_file():
             source = read_text(Path(template))
     if not source:
         known_names = ", ".join(dict.fromkeys((*model_templates, *KNOWN_TURNS)))
         quoted_name = (
             f"'{shown_name}'" if isinstance(template, Path) else repr(shown_name)
-        )  # which would double Windows' backslashes
-        raise OvspecError(f"`chat_template` is {quoted_name:.80}, neither a file nor one of {known_names}.")
+        )  # Path's repr would double Windows' backslashes
+        raise OvspecError(
+            f"`chat_template` is {quoted_name:.80}; it must be a file, a template's text or one of {known_names}."
+        )
     try:
         prompt = ChatTemplate(source, {}).render([{"role": "user", "content": PROBE_TEXT}])
     except TemplateError as error:
         problem = str(error).removeprefix("The model's chat template ")
         raise OvspecError(f"`chat_template`: {shown_name:.80} {problem}") from None
     if PROBE_TEXT not in prompt:
-        raise OvspecError(f"`chat_template`: {shown_name:.80} doesn't show what the user says; is it a chat template?")
+        raise OvspecError(
+            f"`chat_template`: {shown_name:.80} doesn't render the user's message; is it a chat template?"
+        )
     return source
 
 
 def find_answer_end(template: ChatTemplate) -> str:
-    """Return what a template writes after an answer, without the white space around it."""
+    """Return a template's text after an answer, without the white space around it."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE_TEXT}]
     try:
         return template.render(chat, opens_answer=False).partition(PROBE_TEXT)[2].strip()

@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 256
 GENERATION_CONFIG_FILE = "generation_config.json"
 DO_SAMPLE_OPTION = Option("Whether texts are sampled.", name="do_sample", value_type=bool)
 
-# Settings of a generation config that Hugging Face's greedy generate applies and ovspec doesn't; their neutral values.
+# Generation config settings of Hugging Face's greedy generate that ovspec ignores; their neutral values.
 UNSUPPORTED_SETTINGS = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
     ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
 )
@@ -34,7 +34,7 @@ UNSUPPORTED_SETTINGS = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromk
 
 @dataclass(frozen=True)
 class GenerationConfigFile:
-    """What ovspec applies of a ``generation_config.json``."""
+    """The settings of a ``generation_config.json`` supported by ovspec."""
 
     bos_token_id: TokenId | None = None
     eos_token_id: int | list[int] | None = None
@@ -45,7 +45,7 @@ class GenerationConfigFile:
 
 
 class GenerationConfig:
-    """The generation config in ``folder``; the EOS falls back to ``config``. Warns about settings it can't apply."""
+    """The generation config in ``folder``; the EOS falls back to ``config``. Warns about unsupported settings."""
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self._config_file = folder / GENERATION_CONFIG_FILE
@@ -66,7 +66,7 @@ class GenerationConfig:
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
-        """The token ids that end a text."""
+        """The ids that end a text."""
         configs = (self.settings, self._model_config, self._model_config.text_config)
         eos = next((config.eos_token_id for config in configs if config and config.eos_token_id is not None), [])
         return frozenset(eos if isinstance(eos, list) else [eos])
@@ -89,16 +89,16 @@ class GenerationConfig:
         """The tokens used for an empty prompt, (n,) int64; raises OvspecError if the model has no BOS."""
         if len(bos_ids := self.bos_ids):
             return bos_ids
-        raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
+        raise PromptError("The prompt is empty, but the model has no BOS token to start with; give a prompt.")
 
 
 def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the generation config in ``folder`` recommends for the sampling options but ``chosen_options``.
+    """Return the sampling options that the generation config in ``folder`` recommends, except ``chosen_options``.
 
-    What it leaves out is off, as it is if not given; nothing is recommended with a chosen temperature of 0.
+    Options missing in it are off, as by default; nothing is recommended with a chosen temperature of 0.
 
     Raises:
-        OvspecError: a value that would be taken is invalid.
+        OvspecError: a recommended value is invalid.
     """
     if chosen_options.get("temperature") == 0:
         return {}
@@ -114,8 +114,8 @@ def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -
         applied_settings = {option: value for option, value in recommended.items() if option not in chosen_options}
         make_params({"temperature": 1.0} | applied_settings)
     except OvspecError as error:
-        problem = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
-        remedy = "correct it in the checkpoint and export that again, or give `temperature=0`"
+        problem = str(error).replace("`", "").rstrip(".")  # it isn't about an option of the caller
+        remedy = "correct it in the checkpoint and export the model again, or set `temperature=0`"
         raise OvspecError(f"{config_file}: {problem}; {remedy}.") from None
     return {option: value for option, value in applied_settings.items() if value != SAMPLING_OPTIONS[option].default}
 

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle (FIM): the tokens that vocabularies have for it, and the prompts that are made with them."""
+"""Fill-in-the-middle (FIM): the vocabularies' tokens for it, and the prompts made with them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ovspec.base.errors import PromptError
 
 @dataclass(frozen=True)
 class FimTokenNames:
-    """How a family of models calls its tokens.
+    """A model family's names for its FIM tokens.
 
-    prefix, suffix, middle: what comes before each part; a family whose prompt ends with the prefix has no ``middle``.
-    repository, file: what comes before the names of a repository and of a file.
-    end_names: tokens that end a text, besides all of these.
+    prefix, suffix, middle: the token before each part; a family whose prompt ends with the prefix has no ``middle``.
+    repository, file: the tokens before the names of a repository and of a file.
+    end_names: tokens that end a text, besides all of the above.
     suffix_first: whether the suffix comes before the prefix.
     """
 
@@ -32,7 +32,7 @@ class FimTokenNames:
 
     @property
     def required_names(self) -> list[str]:
-        """The tokens that a prompt needs."""
+        """The tokens needed in a prompt."""
         return [name for name in (self.prefix, self.suffix, self.middle) if name]
 
     @property
@@ -66,11 +66,11 @@ FIM_FAMILIES = (
     # Falcon-H1 Coder
     FimTokenNames("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )  # fmt: skip
-# Further tokens that end a middle, in models whose configs may name only one of them.
+# Further tokens at the end of a middle, for models with an incomplete config.
 COMMON_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 FIM_TOKEN_NAMES = {name for family in FIM_FAMILIES for name in family.all_names} | {*COMMON_END_NAMES}
-NO_FIM_ERROR = "This model's vocabulary has no fill-in-the-middle tokens; serve one that has, such as Qwen2.5-Coder."
-# What llama.cpp writes where editors give no names, and between chunks where there is no token for that.
+NO_FIM_ERROR = "The model's vocabulary has no fill-in-the-middle tokens; serve a code model, such as Qwen2.5-Coder."
+# llama.cpp's texts for missing names, and between chunks for a missing token.
 DEFAULT_REPOSITORY = "myproject\n"
 DEFAULT_FILE = "filename\n"
 DEFAULT_CHUNK_FILE = "tmp"
@@ -79,7 +79,7 @@ CHUNK_SEPARATOR = "\n\n--- snippet ---\n\n"
 
 @dataclass(frozen=True)
 class FimTokenIds:
-    """The ids of a vocabulary's FIM tokens, and of all that ``end`` a text; see ``FimTokenNames``."""
+    """The ids of a vocabulary's FIM tokens, and of all tokens that ``end`` a text; see ``FimTokenNames``."""
 
     prefix: int
     suffix: int
@@ -88,11 +88,11 @@ class FimTokenIds:
     file: int | None
     end_ids: tuple[int, ...]
     suffix_first: bool
-    fim_names: tuple[str, ...]  # of the tokens that only infilling uses
+    fim_names: tuple[str, ...]  # tokens that only infilling uses
 
 
 def find_fim_tokens(token_ids: Mapping[str, int]) -> FimTokenIds | None:
-    """Return the FIM tokens among ``token_ids``, name -> id, or None; of several families that with most."""
+    """Return the FIM tokens among ``token_ids``, name -> id, or None; of several families, the one with the most."""
     matching_families = [
         fim_family for fim_family in FIM_FAMILIES if all(name in token_ids for name in fim_family.required_names)
     ]
@@ -123,8 +123,8 @@ class FileChunk(NamedTuple):
 class InfillPrompt:
     """A prompt for the text between ``prefix`` and ``suffix``.
 
-    file_chunks: parts of other files; those that don't fit are left out, the first of them first.
-    beginning: what the text begins with.
+    file_chunks: parts of other files; chunks that don't fit are left out, the first ones first.
+    beginning: the beginning of the text.
     """
 
     prefix: str
@@ -138,7 +138,7 @@ class InfillPrompt:
 
     @property
     def needed_characters(self) -> int:
-        """The number of characters that can't be left out."""
+        """The length of the required parts in characters."""
         return len(self.prefix) + len(self.suffix) + len(self.beginning)
 
 
@@ -149,7 +149,7 @@ class PartEncoder(Protocol):
 
 
 class InfillTokens(NamedTuple):
-    """The tokens of such a prompt, (n,) int64; from ``answer_start`` on they are the beginning of the text."""
+    """The tokens of an infill prompt, (n,) int64; from ``answer_start`` on they are the beginning of the text."""
 
     ids: np.ndarray
     answer_start: int
@@ -161,8 +161,8 @@ def encode_infill(
     """Return the prompt in llama.cpp's layout; raises PromptError if the vocabulary has no FIM tokens.
 
     Args:
-        prefix_ids: the tokens that every text begins with.
-        max_tokens: number of tokens that the prompt may have; chunks are left out until it fits.
+        prefix_ids: the tokens at the start of every text.
+        max_tokens: maximum length of the prompt in tokens; chunks are left out until it fits.
     """
     if not fim:
         raise PromptError(NO_FIM_ERROR)
@@ -175,7 +175,7 @@ def encode_infill(
             [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{file_chunk.filename}\n")]
         )
         encoded_chunks.append([*chunk_header, *encode(file_chunk.text)])
-    # Some tokenizers put a space in front of a text; models have learned the prefix with it.
+    # Some tokenizers put a space in front of a text; models are trained with it before the prefix.
     fim_prefix_ids = [fim.prefix, *encode(infill.prefix, at_text_start=True)]
     fim_suffix_ids = [fim.suffix, *encode(infill.suffix)]
     prompt_parts = [*fim_suffix_ids, *fim_prefix_ids] if fim.suffix_first else [*fim_prefix_ids, *fim_suffix_ids]
@@ -192,8 +192,8 @@ def encode_infill(
 
 
 def drop_first_chunks(infill: InfillPrompt, max_characters: float) -> InfillPrompt:
-    """Return a prompt without the first chunks that make it longer than so many characters."""
-    # What separates chunks takes at least a token.
+    """Return a prompt without the first chunks, so that it fits into so many characters."""
+    # The separator of chunks takes at least a token.
     chunk_sizes = itertools.accumulate(len(file_chunk.text) + 1 for file_chunk in reversed(infill.file_chunks))
     dropped_chunks = sum(chunk_size > max_characters - infill.needed_characters for chunk_size in chunk_sizes)
     return replace(infill, file_chunks=infill.file_chunks[dropped_chunks:])

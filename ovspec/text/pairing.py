@@ -34,8 +34,8 @@ SAMPLE_TEXTS = (
 def check_same_vocabulary(target: Path, draft: Path) -> None:
     """Raise OvspecError, naming the first differences, if two folders' vocabularies differ or can't be compared.
 
-    Compares ``tokenizer.json`` id by id. If a folder has none, as with some published drafts, compares how
-    ``SAMPLE_TEXTS`` are split.
+    Compares ``tokenizer.json`` id by id. Without that file in a folder, as with some published drafts, compares the
+    tokens of ``SAMPLE_TEXTS``.
     """
     vocabularies = [read_dataclass(TokenizerFile, folder / TOKENIZER_FILE).tokens_by_id() for folder in (target, draft)]
     difference = (
@@ -46,7 +46,7 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
 
 
 def describe_tokenization_difference(target: Path, draft: Path) -> str | None:
-    """Describe how two folders' OpenVINO tokenizers differ on ``SAMPLE_TEXTS``; None if they agree."""
+    """Describe how the OpenVINO tokenizers in two folders differ on ``SAMPLE_TEXTS``; None if they agree."""
     target_tokenizer = Tokenizer(target)
     draft_tokenizer = Tokenizer(draft)
     for text in SAMPLE_TEXTS:

@@ -21,14 +21,14 @@ from ovspec.text.infill import FIM_TOKEN_NAMES, find_fim_tokens
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
 from ovspec.text.vocabulary import make_known_token_ids
 
-LONG_TEXT_CHARACTERS = 100_000  # characters of a text that takes more than some milliseconds to encode
-# A text may have this many times the characters that its tokens spell, because a normaliser may shorten it.
+LONG_TEXT_CHARACTERS = 100_000  # characters of a long text, which takes milliseconds to encode
+# A text may have this many times the characters of its tokens, because a normaliser may shorten it.
 NORMALIZER_MARGIN = 4
 
 
 @functools.cache
 def openvino_core_with_strings() -> ov.Core:
-    """Return the OpenVINO core with the string operations that tokenizer IRs use."""
+    """Return the OpenVINO core with the string operations for tokenizer IRs."""
     openvino_core().add_extension(str(openvino_tokenizers._ext_path))
     return openvino_core()
 
@@ -40,7 +40,7 @@ def compile_tokenizer(path: Path) -> ov.CompiledModel:
     try:
         return openvino_core_with_strings().compile_model(path, "CPU")
     except RuntimeError as error:
-        raise OvspecError(f"{path}: cannot be compiled ({last_error_line(error)}); export it again.") from None
+        raise OvspecError(f"{path}: cannot be compiled ({last_error_line(error)}); export the model again.") from None
 
 
 def make_byte_level_alphabet() -> dict[str, int]:
@@ -51,7 +51,7 @@ def make_byte_level_alphabet() -> dict[str, int]:
 
 
 def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
-    """Return the bytes that each id adds to the text, none for special tokens; None for ids without a token.
+    """Return the bytes each id adds to the text, none for special tokens; None for ids without a token.
 
     Returns None if the decoder doesn't map each token to bytes by itself.
     """
@@ -84,7 +84,7 @@ def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
 
 
 def look_up_bytes(vocabulary: list[bytes | None], token: int) -> bytes:
-    """Return the bytes that ``token`` adds to the text; empty for an id without a token."""
+    """Return the bytes added to the text by ``token``; empty for an id without a token."""
     if token >= len(vocabulary):
         return b""
     return vocabulary[token] or b""
@@ -93,13 +93,13 @@ def look_up_bytes(vocabulary: list[bytes | None], token: int) -> bytes:
 class Tokenizer:
     """The tokenizer of an exported model; raises OvspecError if a file in ``folder`` is missing or broken.
 
-    The bytes of each token are read from ``tokenizer.json``, if there is one.
+    The bytes of each token come from ``tokenizer.json``, if there is one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._encoder = compile_tokenizer(folder / "openvino_tokenizer.xml")
-        self._idle_requests: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
+        self._idle_requests: list[ov.InferRequest] = []  # one per thread that encodes at the same time
         tokenizer_file = read_dataclass(TokenizerFile, folder / TOKENIZER_FILE)
         self._special_token_bytes = {token.id: token.content.encode() for token in tokenizer_file.special_tokens}
         self.added_tokens = {token.content: token.id for token in tokenizer_file.added_tokens}
@@ -116,7 +116,7 @@ class Tokenizer:
         self._longest_token_length = max(map(len, tokens_by_id.values()), default=1)
         empty_ids = self._encode("")
         letter_ids = self._encode("a")
-        # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
+        # Tokens put around every text: BOS before it for some models, EOS after it for a few.
         id_pairs = enumerate(zip(empty_ids, letter_ids, strict=False))
         self._prefix_length = next((token_index for token_index, (a, b) in id_pairs if a != b), len(empty_ids))
         self._suffix_length = len(empty_ids) - self._prefix_length
@@ -124,20 +124,22 @@ class Tokenizer:
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def max_characters(self, token_count: int) -> int:
-        """Return more characters than ``token_count`` tokens can spell."""
+        """Return an upper limit for the characters of ``token_count`` tokens."""
         return NORMALIZER_MARGIN * self._longest_token_length * token_count
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """Return the token ids of ``text``, (n,) int64; ``special`` keeps the BOS and EOS that the tokenizer adds.
+        """Return the token ids of ``text``, (n,) int64; ``special`` keeps the tokenizer's BOS and EOS.
 
-        Raises OvspecError if ``text`` contains half of a surrogate pair, or ends with a NUL, which OpenVINO drops.
+        Raises OvspecError if ``text`` contains half of a surrogate pair, or ends with a NUL, because OpenVINO drops it.
         """
         if text.endswith("\0"):
             raise OvspecError("The prompt ends with a NUL character, which would be lost; remove it.")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise OvspecError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from None
+            raise OvspecError(
+                "The prompt is not valid Unicode: it contains an unpaired surrogate; remove it."
+            ) from None
         ids = self._encode(text)
         return ids if special else ids[self._prefix_length : len(ids) - self._suffix_length]
 
@@ -153,9 +155,9 @@ class Tokenizer:
         return ids
 
     def encode_plain_text(self, text: str, at_text_start: bool = False) -> np.ndarray:
-        """Return the token ids of ``text``, (n,) int64; the name of a special token in it is spelt by other tokens.
+        """Return the token ids of ``text``, (n,) int64; names of special tokens in it are encoded as ordinary text.
 
-        Unless ``at_text_start``, the text is the continuation of another one, as in ``encode_continuation``.
+        Unless ``at_text_start``, the text continues another text, as in ``encode_continuation``.
         """
         cut_positions = [0, *(name.start() + 1 for name in self._special_name_pattern.finditer(text)), len(text)]
         text_parts = [text[part_start:part_end] for part_start, part_end in itertools.pairwise(cut_positions)]
@@ -166,7 +168,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _special_name_pattern(self) -> re.Pattern[str]:
-        """Finds where the names of special and FIM tokens begin."""
+        """Finds the start of the names of special and FIM tokens."""
         special_names = {name.decode() for name in self._special_token_bytes.values()}
         if self.fim_tokens:
             special_names.update(self.fim_tokens.fim_names)
@@ -176,7 +178,7 @@ class Tokenizer:
 
     @functools.cached_property
     def prefix_ids(self) -> list[int]:
-        """The tokens that encoding puts in front of every text."""
+        """The tokens put in front of every text."""
         return self._encode("")[: self._prefix_length].tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -197,7 +199,7 @@ class Tokenizer:
             return None
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; those of a special token are its name."""
+        """Return the bytes of a token; for a special token, its name."""
         if token in self._special_token_bytes:
             return self._special_token_bytes[token]
         if self.vocabulary:
@@ -209,11 +211,11 @@ class Tokenizer:
         return self.token_bytes(token).decode("utf-8", "backslashreplace")
 
     def contains_special_name(self, text: str) -> bool:
-        """Return whether ``text`` has the name of a special token, as what a chat template writes does."""
+        """Return whether ``text`` has the name of a special token, as a rendered chat template does."""
         return any(name in text.encode() for name in self._special_token_bytes.values())
 
     def make_detokenizer(self, mark_by_token_id: Mapping[int, str] | None = None) -> Detokenizer:
-        """Return a new detokenizer; ``mark_by_token_id``: what tokens add to the text instead of their own."""
+        """Return a new detokenizer; ``mark_by_token_id``: texts of tokens in place of their own."""
         if self.vocabulary:
             return ByteDetokenizer(self.vocabulary, mark_by_token_id)
         return WindowDetokenizer(self._detokenizer_model.create_infer_request())
@@ -230,7 +232,7 @@ class Tokenizer:
         infer_request.set_input_tensor(0, ov.Tensor([text]))
         infer_request.infer()
         ids = infer_request.get_tensor("input_ids").data[0].astype(np.int64)
-        if len(text) <= LONG_TEXT_CHARACTERS:  # else it would keep the text's memory
+        if len(text) <= LONG_TEXT_CHARACTERS:  # otherwise it would keep the text's memory in use
             self._idle_requests.append(infer_request)
         return ids
 
@@ -244,18 +246,18 @@ class ByteDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int, skipped_bytes: int = 0) -> str:
-        """Return the text that ``token`` completes, possibly empty, without the token's first ``skipped_bytes``."""
+        """Return the text completed by ``token``, possibly empty, without the token's first ``skipped_bytes``."""
         if token in self._mark_by_token_id:
             return self.flush() + self._mark_by_token_id[token]
         return self._utf8.decode(look_up_bytes(self._vocabulary, token)[skipped_bytes:])
 
     def flush(self) -> str:
-        """Return the remaining text at the end; a character that was cut off becomes a replacement character."""
+        """Return the remaining text at the end; a cut-off character becomes a replacement character."""
         return self._utf8.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """A detokenizer without a byte vocabulary: decodes a sliding window of tokens and returns the text that was added.
+    """A detokenizer without a byte vocabulary: decodes a sliding window of tokens and returns the added text.
 
     It can't skip bytes of a token: ``skipped_bytes`` must be 0.
     """
@@ -263,8 +265,8 @@ class WindowDetokenizer:
     def __init__(self, infer_request: ov.InferRequest) -> None:
         self._infer_request = infer_request
         self._tokens: list[int] = []
-        self._window_start = 0  # tokens before this index can't change the text of later ones
-        self._returned_text = ""  # the part of the window's text that was returned
+        self._window_start = 0  # tokens before this index no longer affect later text
+        self._returned_text = ""  # the part of the window's text returned so far
 
     def _decode_window(self) -> str:
         ids = np.array([self._tokens[self._window_start :]], dtype=np.int64)

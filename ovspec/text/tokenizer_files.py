@@ -1,4 +1,4 @@
-"""What ovspec reads of ``tokenizer.json`` and ``tokenizer_config.json``."""
+"""The parts of ``tokenizer.json`` and ``tokenizer_config.json`` used by ovspec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**24)]  # many times the largest vocabul
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token outside the model's own vocabulary; a ``special`` one adds nothing to the text."""
+    """A token outside the model's own vocabulary; a ``special`` token adds nothing to the text."""
 
     id: TokenId
     content: str
@@ -26,14 +26,14 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class ModelVocabulary:
-    """The tokens of a BPE or WordPiece model with their ids, or, by id, those of a Unigram model with their scores."""
+    """The tokens of a BPE or WordPiece model with their ids, or, by id, a Unigram model's tokens with their scores."""
 
     vocab: dict[str, TokenId] | list[tuple[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DecodingStep:
-    """How tokens become text: one step, or a sequence of them."""
+    """A step from tokens to text, or a sequence of steps."""
 
     type: str | None = None
     decoders: list[DecodingStep] | None = None
@@ -69,13 +69,13 @@ class NamedChatTemplate:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """A ``tokenizer_config.json``; it may hold one chat template or several with names."""
+    """A ``tokenizer_config.json`` with one chat template or several named ones."""
 
     chat_template: str | list[NamedChatTemplate] | dict[str, str] | None = None
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name; a single one is called "default"."""
+        """The chat templates by name; a single template is called "default"."""
         templates = self.chat_template
         if isinstance(templates, list):
             return {template.name: template.template for template in templates}
@@ -85,9 +85,9 @@ class TokenizerConfig:
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-    """Return the text of each special token that ``tokenizer_config.json`` names, by its role, as in "bos_token".
+    """Return the text of each special token in ``tokenizer_config.json``, by its role, as in "bos_token".
 
-    Models may have roles of their own, such as "image_token", beside the others or in an object.
+    Models may have further roles, such as "image_token", next to the usual roles or in an object.
     """
     config_entries = read_json(folder / TOKENIZER_CONFIG_FILE)
     special_tokens: dict[str, str] = {}

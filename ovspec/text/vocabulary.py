@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class KnownTokenIds:
-    """The ids that have a token: those below ``size``, except ``missing_ids`` (n,). A ``size`` of None: all ids.
+    """The ids with a token: all below ``size``, except ``missing_ids`` (n,). A ``size`` of None: all ids.
 
     Logits are often wider, padded to a round number; an id of the padding must never be generated.
     """
@@ -33,7 +33,7 @@ class KnownTokenIds:
         return self.first_unknown(np.array([token])) is None
 
     def first_unknown(self, ids: np.ndarray) -> int | None:
-        """Return the first of ``ids`` (n,), integers of any size, that has no token, or None."""
+        """Return the first of ``ids`` (n,), integers of any size, without a token, or None."""
         unknown_ids = ids[self.unknown_mask(ids)]
         return next(iter(unknown_ids[:1].tolist()), None)
 
@@ -46,7 +46,7 @@ ALL_IDS = KnownTokenIds()
 
 
 def make_known_token_ids(ids: Iterable[int]) -> KnownTokenIds:
-    """Return the KnownTokenIds for ids that have a token; with none given, nothing is known and every id is allowed."""
+    """Return the KnownTokenIds for ids with a token; without any, nothing is known and every id is allowed."""
     present_ids = np.unique(np.fromiter(ids, dtype=np.int64))
     if not len(present_ids):
         return ALL_IDS

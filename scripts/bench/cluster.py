@@ -130,7 +130,7 @@ def measure(args: Namespace) -> None:
 
         by_way = take_turns(ways, time_way, args.turns, warm_up=int(args.turns > 1))
     starts, lines = ({way: [turn[i] for turn in turns] for way, turns in by_way.items()} for i in (0, 1))
-    table = Table("way", "start-up, s", f"{args.lines} lines, s", "of one machine's speed")
+    table = Table("setup", "start-up, s", f"{args.lines} lines, s", "relative speed")
     for way in ways:
         speed = median_and_range(ratios(lines["one machine"], lines[way]))
         table.row(way, median(starts[way]), median(lines[way]), speed)
@@ -232,7 +232,7 @@ def simulate(args: Namespace) -> None:
     copy = size / min(figures["shipping_bytes_per_s"], args.network / 8 * 1e9)
     print(f"one worker: {hourly:.0f} lines an hour, {hourly / figures['cores']:.0f} for each core")
     print(f"the model: {copy:.1f} s from one machine to another\n")
-    table = Table("workers", "lines an hour", "of as many single ones", "start, s", "last lines, s", "driver busy")
+    table = Table("workers", "lines an hour", "efficiency", "start, s", "last lines, s", "driver busy")
     for workers in args.workers:
         # Whoever has the model hands it on, so the number of copies doubles.
         start = figures["startup_s"] + copy * math.ceil(math.log2(workers + 1))

@@ -124,7 +124,7 @@ def test_who_leaves_frees_the_row(lm: ovspec.LanguageModel, way: str) -> None:
             async with aclosing(stream):
                 async for _ in stream:
                     break
-            with pytest.raises(ovspec.OvspecError, match="ended before its text was finished"):
+            with pytest.raises(ovspec.OvspecError, match="ended before the text was finished"):
                 await stream.result()
         elif way == "timed out":
             asking = lm.agenerate([PROMPTS[0], PROMPTS[2]], **LONG)
@@ -189,7 +189,7 @@ def test_what_fails_fails_alone(lm: ovspec.LanguageModel) -> None:
     ("prompt", "options", "told"),
     [
         ("a", {"n": 2}, "`n` is 2"),
-        ("a", {"batch_size": 4}, "`batch_size` is the same"),
+        ("a", {"batch_size": 4}, "`batch_size` can't be set"),
         ("a", {"temperature": -1}, "`temperature` is -1"),
         ([10**9], {}, "not in the vocabulary"),
         ("a" * 200_000, {}, "the context is"),
@@ -243,7 +243,7 @@ def test_generate_beside_them_is_right(lm: ovspec.LanguageModel) -> None:
 
 
 def test_closing_ends_what_runs(loaded: ovspec.LanguageModel) -> None:
-    told, sync = "this model was closed; load it again", list[Exception]()
+    told, sync = "the model was closed; load it again", list[Exception]()
     stream, session = loaded.stream(PROMPTS[3], **LONG), loaded.session()
     next(iter(stream))
     session.append(PROMPTS[0])

@@ -63,7 +63,7 @@ def test_what_no_template_gets_is_refused(lm: ovspec.LanguageModel) -> None:
     cases: list[tuple[Any, Any, str]] = [
         ("def f(", QUIET, "`chat_template_kwargs` needs chat messages"),
         ([5, 6], QUIET, "`chat_template_kwargs` needs chat messages"),
-        ([*CHAT, None], None, "A chat has None; append messages"),
+        ([*CHAT, None], None, "messages: None is not a message; append"),
         (CHAT, "think", "`chat_template_kwargs` must be an object, not 'think'"),
         (CHAT, {1: False}, "must be an object, not {1: False}"),
         (CHAT, {"thnk": False}, r"doesn't read thnk; leave it out \(it reads think, tools\)"),
@@ -80,7 +80,7 @@ def test_a_session_renders_its_chat_with_them(lm: ovspec.LanguageModel, tmp_path
             session.append("a text")
         session.append(CHAT)
         assert session.tokens == lm.runtime.prompt_encoder.encode(CHAT, template_variables=QUIET).tolist()
-        with pytest.raises(ovspec.OvspecError, match=r"can't be given when a session generates: .* before you append"):
+        with pytest.raises(ovspec.OvspecError, match=r"can't be set when a session generates, .* before you append"):
             session.generate(max_tokens=2, chat_template_kwargs=QUIET)
         session.generate(max_tokens=2)
         session.save(tmp_path / "chat")
@@ -142,7 +142,7 @@ def test_a_comparison_renders_with_them(lm: ovspec.LanguageModel, monkeypatch: p
     [
         (
             ("chat", "--chat-template-kwargs", "[1]"),
-            "'[1]' is neither a file nor a JSON object, as '{\"enable_thinking\": false}' is.",
+            "'[1]' is neither a file nor a JSON object, such as '{\"enable_thinking\": false}'.",
         ),
         (("chat", "--chat-template-kwargs", "think=no"), "is neither a file nor a JSON object"),
     ],

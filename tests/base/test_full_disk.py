@@ -64,7 +64,7 @@ def test_the_file_is_named_and_keeps_what_it_had(
 ) -> None:
     lm, file = load(), tmp_path / "file"
     file.write_text("before", encoding="utf-8")
-    told = rf"^{re.escape(str(tmp_path))}(/folder)?/file: can't be written \(File too large\); make room for it"
+    told = rf"^{re.escape(str(tmp_path))}(/folder)?/file: can't be written \(File too large\); free some space"
     with small_files(100), pytest.raises(WriteError, match=told) as found:
         write(lm, file)
     assert isinstance(found.value, OvspecError) and isinstance(found.value, OSError)
@@ -98,7 +98,7 @@ def test_a_full_device_for_stdout_or_stderr(
             main()
         patched.undo()
         assert ended.value.code == 1
-        assert capsys.readouterr().err.startswith("Error: stdout: can't be written (No space left on device); make")
+        assert capsys.readouterr().err.startswith("Error: stdout: can't be written (No space left on device); free")
         patched.setattr(sys, "stderr", full)
         print_note("a line")
         patched.setattr(sys.modules["ovspec.cli.batch"], "PROGRESS_INTERVAL", -1.0)

@@ -70,7 +70,7 @@ def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sandbox, "MAX_DEATH_WEIGHT", 2 * sandbox.KILLED_DEATH_WEIGHT)
     signals = [signal.SIGKILL] * 3
     end_next(RENDERER, signals)
-    told = r"^The process that renders chat templates was killed, 2 times; see that memory is free, and try again\.$"
+    told = r"^The process that renders chat templates was killed, 2 times; free some memory, and try again\.$"
     with pytest.raises(UnavailableError, match=told):
         TEMPLATE.render([])
     assert len(signals) == 1

@@ -112,10 +112,10 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
     assert join_path("s3://bucket/out/?region=x", "b/c d.jsonl") == "s3://bucket/out/b/c%20d.jsonl?region=x"
     (tmp_path / "there").mkdir()
     for given, output, sentence in (
-        (source / "notes.md", tmp_path / "out", "there is no file whose name ends in .jsonl, .parquet, .txt"),
-        (tmp_path / "nothing", tmp_path / "out", "nothing: there is no file"),
-        (source, source / "out", "is in the folder of the requests"),
-        (source, tmp_path / "there", "already exists; name another `output`"),
+        (source / "notes.md", tmp_path / "out", "contains no request files \\(.jsonl, .parquet, .txt\\)"),
+        (tmp_path / "nothing", tmp_path / "out", "nothing: contains no request files"),
+        (source, source / "out", "is inside the input folder"),
+        (source, tmp_path / "there", "already exists; choose another `output`"),
         (source, "nosuch://bucket/out", "nosuch://bucket/out: "),
     ):
         with pytest.raises(OvspecError, match=sentence):

@@ -69,7 +69,7 @@ def groups(texts: list[str]) -> list[RequestGroup]:
 def test_lines_that_all_kill_stop_the_run(started: list[int]) -> None:
     """Each is tried with others and alone; the workers that are started for that are counted."""
     runs = pool_of(1, started).run_groups(groups([DEADLY] * 6))
-    with pytest.raises(OvspecError, match="No worker is left, because the last one was lost with its machine while"):
+    with pytest.raises(OvspecError, match="No workers are left: the last worker was lost with its machine while"):
         for _ in range(100):
             next(runs)
     assert started == [1] * (1 + RESTARTS_PER_WORKER)

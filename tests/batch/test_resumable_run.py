@@ -275,7 +275,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "top_logprobs": 2}', "needs `logprobs` to be true"),
         ('{"prompt": "a", "logprobs": true, "top_logprobs": "x"}', "top_logprobs must be a whole number"),
         ('{"prompt": "a", "temprature": 1}', "temprature is not a field of this request; did you mean temperature?"),
-        ('{"url": "/v1/completions", "body": {"prompt": "a"}, "max_tokens": 5}', "max_tokens must be inside of body"),
+        ('{"url": "/v1/completions", "body": {"prompt": "a"}, "max_tokens": 5}', "max_tokens must be inside body"),
         ('{"url": "/v1/completions", "body": {"prompt": "a"}, "customid": 5}', "did you mean custom_id?"),
         ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
@@ -293,7 +293,10 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "zzz": 1}', "zzz is not a field of this request; leave it out."),
         ('{"prompt": "a", "tools": [{"name": "f"}]}', "`tools` needs chat messages"),
         ('{"prompt": "a", "tools": 1}', "tools must be a list of objects"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": ""}]}', "`tools`: a name is ''"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": ""}]}',
+            "`tools`: the name '' is invalid",
+        ),
         ('{"prompt": "a", "best_of": 1}', "best_of is not a field"),
         ('{"prompt": "a", "cache_prompt": true}', "cache_prompt is not a field"),
         ('{"url": "/v1/chat/completions", "body": {"messages": [{}], "tool": []}}', "did you mean tools"),
@@ -476,7 +479,7 @@ def test_wrong_usage(tmp_path: Path, command_here: Command) -> None:
         ((empty, "-o", output), 1, "contains no text"),
         ((file, "-o", output, "--draft", "none", "--lookahead", "3"), 2, "--draft"),
         ((file, "-o", output, "--system", "x"), 2, "--chat"),
-        ((file, "-o", "-"), 2, "name a file"),
+        ((file, "-o", "-"), 2, "give a file"),
         (("-", "-o", output), 2, "stdin: contains no text"),
     ):
         done = command_here("batch", *arguments)
@@ -634,7 +637,7 @@ def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path)
 
 def test_two_batches_on_one_output(tmp_path: Path) -> None:
     first = PartialResults(tmp_path / "out.jsonl")
-    with pytest.raises(ovspec.OvspecError, match="another batch is writing it"):
+    with pytest.raises(ovspec.OvspecError, match="another batch is writing to it"):
         PartialResults(tmp_path / "out.jsonl")
     first.close()
     PartialResults(tmp_path / "out.jsonl").close()

@@ -125,7 +125,7 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
         "stateful",
         "this OpenVINO has no paged-attention transformation",
     )
-    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible: this OpenVINO has no"):
+    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` can't be used: this OpenVINO has no"):
         ovspec.load(SMALL, engine="paged", arithmetic="fast", cache_dir=tmp_path)
 
 
@@ -213,8 +213,8 @@ def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path, monkeypatch: py
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
     loaded = load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
-    assert loaded.engine_reason == "the paged engine runs on a CPU or a GPU only, and the device is AUTO:CPU"
-    with pytest.raises(ovspec.OvspecError, match="is not possible: the paged engine runs on a CPU or a GPU only"):
+    assert loaded.engine_reason == "the paged engine needs a CPU or a GPU, but the device is AUTO:CPU"
+    with pytest.raises(ovspec.OvspecError, match="can't be used: the paged engine needs a CPU or a GPU"):
         load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 
@@ -225,7 +225,7 @@ def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path, monkeypatch: p
     loaded = load_compiled_model(SMALL, options)
     assert loaded.engine == "stateful"
     assert loaded.engine_reason
-    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible"):
+    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` can't be used"):
         load_compiled_model(SMALL, options, "paged")
 
 

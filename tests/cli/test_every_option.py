@@ -242,13 +242,13 @@ SHARED: dict[str, Case] = {
     "properties": Case(("--property", "INFERENCE_NUM_THREADS=1"), one_thread),
     "cache_dir": Case(("--cache-dir", "here"), lambda *_: any(Path("here").rglob("*"))),
     "tune": Case(("--no-tune",), lambda f, b: b.tuned and not f.tuned),
-    "verify": Case(("--verify",), refusal("changed since it was exported")),
+    "verify": Case(("--verify",), refusal("changed since the export")),
     # tests/cli/test_models.py takes one that is exported.
-    "weight_format": Case(("--weight-format", "int4"), refusal("used as it is; leave out --weight-format.")),
+    "weight_format": Case(("--weight-format", "int4"), refusal("already an IR; leave out --weight-format.")),
 }
 OWN: dict[tuple[str, str], Case] = {
     ("chat", "retries"): Case(
-        (*DRAWN, *ODD, "--json-schema-mode", "checked", "--retries", "2"), refusal("can't be combined with a session")
+        (*DRAWN, *ODD, "--json-schema-mode", "checked", "--retries", "2"), refusal("can't be used in a session")
     ),
     ("batch", "logprobs"): Case(("--logprobs", "2"), lambda *_: len(read_first("out.jsonl")["logprobs"]) == 12),
     ("chat", "chat_template_kwargs"): Case(

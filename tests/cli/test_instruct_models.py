@@ -14,7 +14,7 @@ from ovspec.cli import generate as command_module
 
 SHORT = ("-n", "6", "--engine", "stateful", "--arithmetic", "fast")  # which loads fastest
 QUESTION = "What is the capital of France?"
-ASKED = "--chat asks it as a chat"
+ASKED = "--chat sends it as a chat message"
 RECOMMENDED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20}
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_recommendation_names_its_file(
     folder = with_generation_config({"do_sample": True, "top_p": 3})
     found = run("chat", folder, *SHORT, stdin="hi\n")
     assert found.code == 1 and "generation_config.json: top_p is 3; it must be" in found.err
-    assert "export that again, or give --temperature 0." in found.err
+    assert "export the model again, or set --temperature 0." in found.err
     assert run("chat", folder, *SHORT, "-t", "0", stdin="hi\n").code == 0
     assert run("generate", folder, "hi", *SHORT).code == 0
 
@@ -149,13 +149,13 @@ def test_a_base_model_is_for_generate(
 ) -> None:
     base = with_generation_config({"pad_token_id": 1})
     (base / "chat_template.jinja").unlink(missing_ok=True)
-    told = f"{base}: a base model, which has no chat template; "
+    told = f"{base}: a base model without a chat template; "
     for command, instead in (
         (("chat", base), "continue a text with 'ovspec generate'"),
-        (("generate", base, "hi", "--chat"), "leave --chat out"),
+        (("generate", base, "hi", "--chat"), "leave out --chat"),
     ):
         found = run(*command, *SHORT, stdin="hi\n")
-        assert (found.code, found.err) == (1, f"{told}{instead}, or name a --chat-template.")
+        assert (found.code, found.err) == (1, f"{told}{instead}, or set --chat-template.")
         given = run(*command, *SHORT, "--chat-template", "chatml", stdin="hi\n")
         assert given.code == 0, given.err
         prompt = given.rows[0].sequence.tokens[: given.rows[0].prompt_length]
@@ -184,7 +184,7 @@ def test_a_question_in_a_terminal(command_environment: dict[str, str], pair: Pat
     arguments = ["-m", "ovspec", "generate", str(pair), QUESTION, *SHORT]
     child = pexpect.spawn(sys.executable, arguments, env=command_environment, encoding="utf-8", timeout=60)  # type: ignore[arg-type]
     child.setwinsize(40, 200)
-    child.expect("The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out.")
+    child.expect("The prompt was continued as plain text; --chat sends it as a chat message, --raw hides this note.")
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0

@@ -47,7 +47,7 @@ def test_a_wrong_session_file_is_refused_before_anything_is_compiled(
         session.append("def f(")
         session.save("other.session")
     Path("none.session").write_text("not a session", encoding="utf-8")
-    for file, message in (("other.session", "a session of another model"), ("none.session", "not a session file")):
+    for file, message in (("other.session", "saved with another model"), ("none.session", "not a session file")):
         found = run(command, pair / "draft", "--session", file, stdin="hi\n")
         assert (found.code, message in found.err) == (1, True), found.err
         assert not found.compiled
@@ -64,7 +64,7 @@ def test_a_chat_without_a_template_is_refused_before_anything_is_compiled(
             (bare / file.name).symlink_to(file)
     for command in (["chat", bare], ["generate", bare, "hi", "--chat"]):
         found = run(*command)
-        assert (found.code, "no chat template" in found.err) == (1, True), found.err
+        assert (found.code, "without a chat template" in found.err) == (1, True), found.err
         assert not found.compiled
 
 

@@ -75,7 +75,7 @@ def test_commands_that_measure_take_no_draft(run: Callable[..., Outcome], comman
 
 def test_inspect_checks_files(run: Callable[..., Outcome], pair: Path) -> None:
     found = run("inspect", pair, "--verify", "--engine", "stateful", "--arithmetic", "fast")
-    assert "All files have the checksums they were exported with." in found.out
+    assert "All files match the checksums from their export." in found.out
 
 
 def test_a_report_says_how_a_model_runs_here_and_names_no_file(run: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_options_of_distill(run: Callable[..., Outcome], monkeypatch: pytest.Mon
     assert calls[2] == usual, "the defaults are the same"
     for wrong, told in (
         ((), "Missing option '-o'"),
-        (("-o", "out", "--trim-vocabulary", "9"), "--trim-vocabulary needs --draft"),
+        (("-o", "out", "--trim-vocabulary", "9"), "--trim-vocabulary works only on draft models"),
         (("-o", "out", "--minutes", "0.5"), "--minutes"),
         (("-o", "out", "--size-limit", "0"), "--size-limit"),
     ):
@@ -176,7 +176,7 @@ def test_distill_without_the_packages(run: Callable[..., Outcome], monkeypatch: 
     found = run("distill", DEMO, "-o", "out")
     assert (found.code, found.out) == (1, "")
     assert found.err == (
-        "Distilling needs the package torch, which is not installed; run pip install '.[export]' in a clone of ovspec."
+        "Distilling needs the package torch, but it is not installed; run pip install '.[export]' in a clone of ovspec."
     )
 
 
@@ -283,11 +283,14 @@ def test_families_are_listed_and_prepared(run: Callable[..., Outcome], monkeypat
     assert found.err.startswith("transformers 5.2: ") and len(found.err.splitlines()) == 1
     unknown = run("export", "--prepare", "foo")
     assert unknown.code == 1 and "models of the family foo cannot be exported" in unknown.err
-    for wrong, told in ((("--prepare",), "Name the families"), (("--prepare", "lfm2", "-o", "out"), "only downloads")):
+    for wrong, told in (
+        (("--prepare",), "--prepare needs families"),
+        (("--prepare", "lfm2", "-o", "out"), "only downloads"),
+    ):
         found = run("export", *wrong)
         assert found.code == 2 and told in found.err
     for wrong in (("--prepare", "lfm2", "--overwrite"), ("--list-families", "lfm2"), ("--list-families", "--prepare")):
         found = run("export", *wrong)
-        assert found.code == 2 and "leave out" in found.err
+        assert found.code == 2 and "leave them out" in found.err
     several = run("export", "one", "two", "-o", "out")
-    assert several.code == 2 and "Name the model to export" in several.err
+    assert several.code == 2 and "An export needs a single model" in several.err

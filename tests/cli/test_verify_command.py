@@ -118,7 +118,7 @@ def test_a_text_of_another_system(run: Run) -> None:
     assert verified(run, data).out == "exact: 20 of 20\n", "it may be right nevertheless"
     data["token_ids"][7] = 77
     first, second = verified(run, data).out.splitlines()[:2]
-    assert "made on Windows AMD64, and this is " in first and first.endswith("; check it on Windows AMD64")
+    assert "made on Windows AMD64, but this is " in first and first.endswith("; check it on Windows AMD64")
     assert "token 8 of 20 is" in second
 
 
@@ -136,8 +136,8 @@ def test_wrong_usage(run: Run) -> None:
     assert (found.code, "none.json" in found.err) == (1, True)
     data["record"]["model"]["folder"] = "/gone"
     found = verified(run, data)
-    assert (found.code, "name the model's folder with --model" in found.err) == (2, True)
+    assert (found.code, "give the model's folder with --model" in found.err) == (2, True)
     assert verified(run, data, "--model", str(FOLDER)).code == 0
     data["record"]["options"]["accept"] = "rejection"
     found = verified(run, data, "--model", str(FOLDER))
-    assert (found.code, "can't be checked" in found.err) == (1, True)
+    assert (found.code, "can't be verified" in found.err) == (1, True)

@@ -190,12 +190,12 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     pair: Path, draft: Path, ids: np.ndarray, load_with: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_once(monkeypatch)
-    with pytest.raises(OvspecError, match="a draft with a trimmed vocabulary; name its target"):
+    with pytest.raises(OvspecError, match="a draft with a trimmed vocabulary; load its target"):
         ovspec.load(draft)
     cases = {
-        "it proposes token 4096, but its target has 4096; use it with the model": ids + 4096 - ids[-1],
+        "it proposes token id 4096, but the target has 4096 tokens; use it with its own target": ids + 4096 - ids[-1],
         "it proposes token -1, but its target has 4096": ids - 1,
-        "its d2t doesn't name an id for each of its logits": ids[1:],
+        "its d2t and its logits differ in length": ids[1:],
     }
     for number, (told, wrong) in enumerate(cases.items()):
         shutil.copytree(pair / DRAFT_FOLDER, tmp_path / f"{number}")

@@ -160,7 +160,7 @@ def test_a_drafter_that_fails_is_named(load: Load, where: str, chained: bool) ->
         def guess(self, tokens: np.ndarray, budget: int) -> list[int]:  # noqa: ARG002
             return []
 
-    with pytest.raises(ovspec.OvspecError, match=r"The drafter Plain isn't an `ovspec.Drafter`"):
+    with pytest.raises(ovspec.OvspecError, match=r"The drafter Plain is not an `ovspec.Drafter`"):
         drafting(Plain).generate("a", max_tokens=4)
 
 
@@ -461,8 +461,8 @@ def test_what_a_draft_may_be(tmp_path: Path) -> None:
         ("draft,lookup", "must come first"),
         ("draft,draft", "must come last"),
         ("lookup,lookup", "must come first"),
-        (["lookup", Earlier, True], "two drafters, which must differ"),
-        ("self", "not made of the target's own layers"),
+        (["lookup", Earlier, True], "two different drafters"),
+        ("self", "not made from the target's layers"),
         ("lookup,", "is not a draft"),
         (3, "is not a draft"),
     ],
@@ -590,9 +590,9 @@ def test_lookup_corpus(load: Load, tmp_path: Path) -> None:
     assert result.text == text
     assert result.stats.rounds < 16
     assert load(draft="lookup").generate(PROMPTS[0], max_tokens=48, ignore_eos=True, lookahead=8).stats.rounds > 16
-    with pytest.raises(ovspec.OvspecError, match="name a text file"):
+    with pytest.raises(ovspec.OvspecError, match="give a text file"):
         load(draft="lookup", lookup_corpus=(str(tmp_path / "none.txt"),))
-    with pytest.raises(ovspec.OvspecError, match="`lookup_corpus` needs lookup"):
+    with pytest.raises(ovspec.OvspecError, match="`lookup_corpus` needs prompt lookup"):
         load(draft=True, lookup_corpus=(str(file),))
 
 

@@ -218,7 +218,7 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
     assert read.target_ids is not None
     beyond = read.target_ids + lm.target.ir.logits_width
     monkeypatch.setattr(proposers, "read_head_graph", lambda *_: replace(read, target_ids=beyond))
-    with pytest.raises(ovspec.OvspecError, match=r"proposes token .* but its target has"):
+    with pytest.raises(ovspec.OvspecError, match=r"proposes token .* but the target has"):
         proposers.load_compiled_head(folder / "pair" / "draft", lm.target, DeviceOptions())
 
 
@@ -227,8 +227,8 @@ def test_wrong_heads_are_refused_in_a_sentence(folder: Path, pair: Path) -> None
     cases = {
         (pair, "head"): "a draft model, not an EAGLE-3 head",
         (ROOT / "models" / "demo" / "draft", "head"): "exported without a head",
-        (head, "none"): "an EAGLE-3 head, not a model; name its target",
-        (ROOT / "models" / "demo", head): "use it with the model that it was trained for",
+        (head, "none"): "an EAGLE-3 head, not a model; load its target",
+        (ROOT / "models" / "demo", head): "use it with its own target",
     }
     for (model, draft), expected in cases.items():
         with pytest.raises(OvspecError, match=expected):

@@ -210,9 +210,9 @@ def test_sampled_texts_have_the_targets_distribution(load: Callable[..., ovspec.
 def test_wrong_names_are_refused_in_a_sentence(folder: Path) -> None:
     mtp = folder / "own" / "draft"
     cases = {
-        (folder / "own", "head"): "an MTP layer, not an EAGLE-3 head; name it 'mtp'",
-        (folder / "own", "self"): "not made of the target's own layers",
-        (mtp, "none"): "an MTP layer, not a model; name its target",
+        (folder / "own", "head"): "an MTP layer, not an EAGLE-3 head; set `draft='mtp'`",
+        (folder / "own", "self"): "not made from the target's layers",
+        (mtp, "none"): "an MTP layer, not a model; load its target",
     }
     for (model, draft), expected in cases.items():
         with pytest.raises(ovspec.OvspecError, match=expected):

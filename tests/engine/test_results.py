@@ -43,7 +43,7 @@ def test_results_can_be_pickled(load: Load, case: str) -> None:
     assert pickle.loads(pickle.dumps(found)) == result
     if case == "processor":
         for each in (result, found):
-            with pytest.raises(ovspec.OvspecError, match="`logits_processors` can't be checked"):
+            with pytest.raises(ovspec.OvspecError, match="`logits_processors` can't be verified"):
                 lm.verify(each)
     else:
         assert lm.verify(found).ok and lm.verify(result).ok

@@ -380,7 +380,7 @@ def test_what_is_not_applied_is_said(pair: Path, tmp_path: Path, cache_dir: Path
 
 def test_a_lookahead_needs_something_that_proposes(load: Load) -> None:
     for call in (load().generate, load().stream):  # a stream fails too, before it is iterated over
-        with pytest.raises(ovspec.OvspecError, match="`lookahead` needs something that proposes"):
+        with pytest.raises(ovspec.OvspecError, match="`lookahead` needs a source of proposals"):
             call("a", lookahead=3)
 
 

@@ -142,7 +142,7 @@ def test_an_empty_session_begins_with_the_models_own_token(
         np.testing.assert_allclose(score.logprobs, expected_logprobs(reference, [0, *tokens], 1), atol=1e-3)
         assert session.tokens == []
         monkeypatch.setattr(lm.generation_config, "settings", GenerationConfigFile())
-        with pytest.raises(ovspec.OvspecError, match="no BOS token to start from"):
+        with pytest.raises(ovspec.OvspecError, match="no BOS token to start with"):
             session.score("import os")
 
 

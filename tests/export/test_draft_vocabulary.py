@@ -156,7 +156,7 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     folder = write_model(tmp_path / "ir", "int8_asym", "own")
     before = (folder / MODEL_FILE).read_bytes()
     monkeypatch.setattr(lm_head, "WEIGHT_OPERATIONS", {"Convert"})
-    told = "x: its vocabulary can't be trimmed, because its lm_head is made by Multiply; choose another draft"
+    told = "x: its vocabulary can't be trimmed: its lm_head is computed by the operation Multiply; choose another draft"
     with pytest.raises(OvspecError, match=told):
         trim_ir(folder, IDS, "x")
     monkeypatch.setattr(lm_head, "find_lm_head", lambda _: None)
@@ -167,10 +167,10 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 WRONG = {
     "empty": ([], "its draft vocabulary is empty"),
-    "too high": ([0, 5, 4096], "names the token 4096 of 4096"),
-    "below zero": ([-1, 5], "names the token -1 of 4096"),
-    "twice": ([0, 5, 5], "names a token twice"),
-    "no numbers": (["a"], "draft_vocabulary.json: not as expected"),
+    "too high": ([0, 5, 4096], "has token id 4096, but there are 4096 tokens"),
+    "below zero": ([-1, 5], "has token id -1, but there are 4096 tokens"),
+    "twice": ([0, 5, 5], "has a duplicate token"),
+    "no numbers": (["a"], "draft_vocabulary.json: invalid"),
 }
 
 

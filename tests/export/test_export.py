@@ -120,7 +120,7 @@ def test_a_draft_of_the_first_layers(tmp_path: Path, cache_dir: Path, reference:
     assert result.token_ids == reference.generate(PROMPTS[0], 24)
     assert result.stats.proposed > 0
     for layers in (0, 5, 9):
-        with pytest.raises(ovspec.OvspecError, match="target has 5 layers, so take 1 to 4"):
+        with pytest.raises(ovspec.OvspecError, match="target has 5 layers, so choose 1 to 4"):
             export_pair(TARGET, None, tmp_path / "other", draft_layers=layers)
 
 
@@ -130,7 +130,7 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair / "draft", draft)
     (draft / "tokenizer.json").unlink()
     for options in ((Compression("int4"), None), (Compression(), Compression("fp16"))):
-        with pytest.raises(ovspec.OvspecError, match="an IR is used as it is"):
+        with pytest.raises(ovspec.OvspecError, match="already an IR"):
             export_pair(str(pair), str(draft), tmp_path / "out", *options)
     manifest = export_pair(str(pair), str(draft), tmp_path / "out")
     assert manifest.draft
@@ -147,7 +147,8 @@ def test_a_chat_template_is_put_in_place_of_all_others(pair: Path, tmp_path: Pat
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}", "utf-8")
     with pytest.raises(
-        ovspec.OvspecError, match="`chat_template` is 'mine', neither a file nor one of default, tool_use"
+        ovspec.OvspecError,
+        match="`chat_template` is 'mine'; it must be a file, a template's text or one of default, tool_use",
     ):
         export_pair(str(source), None, out, chat_template="mine")
     assert not out.exists()
@@ -255,18 +256,18 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF")
     for source, message in [
         (str(tmp_path / "nowhere"), "no such file or folder"),
-        (str(file), "damaged or cut off"),
+        (str(file), "damaged or truncated"),
         (str(tmp_path), "no config.json in it"),
         ("C:/no-such-model", "no such file or folder, and not a hub id"),
-        ("no-such-org/no-such-model", "no such folder, and not whole in the hub's cache; the hub cannot be reached"),
+        ("no-such-org/no-such-model", "no such folder, not complete in the hub's cache, and the hub cannot be reached"),
         ("", "is empty"),
         (str(mute), "no tokenizer in it"),
         (str(pickled), "no model.safetensors and no model.safetensors.index.json in it"),
         (str(decoy), "no model.safetensors and no model.safetensors.index.json in it"),
-        (str(index), "names pytorch_model.bin, which is not a safetensors file"),
+        (str(index), "lists pytorch_model.bin, not a safetensors file"),
         (str(adapter), "an adapter; merge it into its model"),
-        (str(elsewhere), "takes its code from another repository"),
-        (str(cut_off), "model.safetensors: cut off"),
+        (str(elsewhere), "loads code from another repository"),
+        (str(cut_off), "model.safetensors: truncated"),
         (str(nonsense), "not a safetensors file"),
         (
             edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}),
@@ -284,14 +285,14 @@ def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, tmp_path / "pair")
     before = contents(tmp_path)
     for output in (tmp_path / "pair", tmp_path / "pair" / "sub", tmp_path):
-        with pytest.raises(ovspec.OvspecError, match="name another `output`"):
+        with pytest.raises(ovspec.OvspecError, match="choose another `output`"):
             export_pair(str(tmp_path / "pair"), None, output, overwrite=True)
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("frobnicate", "neither ovspec nor optimum-intel knows it"), ("deepseek_v3", "transformers 4.55")],
+    [("frobnicate", "unknown to ovspec and optimum-intel"), ("deepseek_v3", "transformers 4.55")],
 )
 def test_families_that_cannot_be_exported(tmp_path: Path, family: str, why: str) -> None:
     with pytest.raises(ovspec.OvspecError, match=f"of the family {family} cannot be exported .*{why}") as error:
@@ -311,9 +312,9 @@ def test_families_that_cannot_be_exported(tmp_path: Path, family: str, why: str)
         (Compression("int4", ratio=0.0), "above 0"),
         (Compression("int4", group_size=0), "must be positive"),
         (Compression("int4", gptq=True), "`gptq` needs a text"),
-        (Compression("int4", gptq=True, lora_correction=True, calibration=CALIBRATION), "cannot be combined"),
+        (Compression("int4", gptq=True, lora_correction=True, calibration=CALIBRATION), "can't be combined"),
         (Compression("int4", scale_estimation=True, calibration=Path("nowhere")), "no such file"),
-        (Compression("int3"), "not one of"),
+        (Compression("int3"), "`weight_format` is 'int3'; it must be one of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -327,7 +328,7 @@ def test_a_group_size_that_does_not_fit_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, draft: str | None
 ) -> None:
     monkeypatch.setattr("ovspec_export.export.convert_source", None)
-    message = r"`group_size` is 48, but \S+proj\.weight has rows of \d+ weights; take \d+, or -1 for"
+    message = r"`group_size` is 48, but \S+proj\.weight has rows of \d+ weights; use \d+, or -1 for"
     with pytest.raises(ovspec.OvspecError, match=message):
         export_pair(target, draft, tmp_path / "out", Compression("int4", group_size=48))
     assert not list(tmp_path.iterdir())
@@ -338,7 +339,7 @@ def test_damaged_exports_are_named(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, damaged)
     weights = damaged / "openvino_model.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ovspec.OvspecError, match=r"openvino_model.bin: missing, or not the size that was exported"):
+    with pytest.raises(ovspec.OvspecError, match=r"openvino_model.bin: missing, or of another size than at the export"):
         ovspec.load(damaged)
     (damaged / "ovspec.json").write_text('{"format": 99}', encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match="update ovspec"):

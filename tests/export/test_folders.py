@@ -62,7 +62,7 @@ def test_a_loaded_export_stays_and_the_error_says_what_to_stop(tmp_path: Path, o
     output = marked(tmp_path / "pair", "old")
     open_files.add("pair")
     with (
-        pytest.raises(OvspecError, match="old export stays; stop the program"),
+        pytest.raises(OvspecError, match="old export was kept; stop the program"),
         open_partial_folder(output, overwrite=True),
     ):
         raise AssertionError("the work has begun")
@@ -101,7 +101,7 @@ def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
 
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious", encoding="utf-8")
-    with pytest.raises(ovspec.OvspecError, match="holds files that ovspec did not export"):
+    with pytest.raises(ovspec.OvspecError, match="contains files not exported by ovspec"):
         export_pair(DRAFT, None, tmp_path)
     with pytest.raises(ovspec.OvspecError, match="is a file"):
         export_pair(DRAFT, None, tmp_path / "thesis.txt")
@@ -196,7 +196,7 @@ def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path, ca
 def test_one_export_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with open_partial_folder(out, overwrite=True) as work:
-        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), open_partial_folder(out, True):
+        with pytest.raises(ovspec.OvspecError, match="another export is writing to it"), open_partial_folder(out, True):
             pass
         with open_partial_folder(tmp_path / "other", overwrite=False):
             pass
@@ -207,7 +207,7 @@ def test_one_export_at_a_time(tmp_path: Path) -> None:
 def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_disk_space(tmp_path / "not" / "yet" / "there", 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10e6))  # type: ignore[attr-defined]
-    with pytest.raises(ovspec.OvspecError, match=r"needs about \d+\.\d MB there, but only 10\.0 MB are free"):
+    with pytest.raises(ovspec.OvspecError, match=r"needs about \d+\.\d MB there, but only 10\.0 MB is free"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -352,7 +352,9 @@ def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
     output = marked(tmp_path / "out", "new")
     backup = marked(tmp_path / ".out.old", "old")
     (backup / "mine").write_text("mine", encoding="utf-8")
-    with pytest.raises(ovspec.OvspecError, match=r"\.out\.old: is in the way and holds what ovspec did not make"):
+    with pytest.raises(
+        ovspec.OvspecError, match=r"\.out\.old: is in the way and contains files not exported by ovspec"
+    ):
         check_output_folder(output, overwrite=True)
     assert (backup / "mine").read_text(encoding="utf-8") == "mine"
 

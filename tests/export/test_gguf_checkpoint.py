@@ -161,7 +161,7 @@ def test_shards_are_one_model(files: Path, tmp_path: Path) -> None:
     unpack(shards[1], tmp_path / "made")  # any of them names the model
     assert torch.equal(logits(tmp_path / "made"), logits(files / "llama"))
     shutil.copy(shards[0], tmp_path / "renamed.gguf")
-    with pytest.raises(OvspecError, match=rf"is one of {len(shards)} files of a model; give them the names they had"):
+    with pytest.raises(OvspecError, match=rf"one of {len(shards)} files of a model; restore their names"):
         find_source(str(tmp_path / "renamed.gguf"))
     shards[-1].unlink()
     with pytest.raises(OvspecError, match=rf"{shards[-1].name}: is missing; download all {len(shards)} files"):
@@ -173,7 +173,7 @@ def test_file_cut_anywhere_is_refused(files: Path, tmp_path: Path) -> None:
     file = tmp_path / "cut.gguf"
     for share in np.linspace(0, 0.999, 20):
         file.write_bytes(data[: int(len(data) * share)])
-        with pytest.raises(OvspecError, match=r"cut\.gguf: (not a GGUF file|damaged or cut off)"):
+        with pytest.raises(OvspecError, match=r"cut\.gguf: (not a GGUF file|damaged or truncated)"):
             find_source(str(file))
 
 
@@ -218,7 +218,7 @@ ARRAY_KEY = text_bytes("many") + struct.pack("<I", 9)
         ),
         ("its header has more than", struct.pack("<QQQ", 0, 1, 2**28), 2**28 + 100),
         ("an array of arrays", struct.pack("<QQ", 0, 1) + ARRAY_KEY + struct.pack("<IQ", 9, 1), 100),
-        ("a tensor is there twice", struct.pack("<QQ", 2, 0) + 2 * tensor_bytes("a", 4), 100),
+        ("a duplicate tensor", struct.pack("<QQ", 2, 0) + 2 * tensor_bytes("a", 4), 100),
         ("the tensor a has an axis of 0", struct.pack("<QQ", 1, 0) + tensor_bytes("a", 4, 0), 100),
         ("of 18446744073709551", struct.pack("<QQ", 1, 0) + tensor_bytes("a", 4, offset=2**64 - 64), 100),
         ("of [0-9]{20,} bytes", struct.pack("<QQ", 1, 0) + tensor_bytes("a", 2**62, 2**62), 100),
@@ -230,7 +230,7 @@ def test_hostile_headers_are_refused_in_little_memory(told: str, header: bytes, 
         stream.write(b"GGUF" + struct.pack("<I", 3) + header)
         stream.truncate(stream.tell() + zeros)  # zeros that take no room
     tracemalloc.start()
-    with pytest.raises(OvspecError, match=rf"hostile\.gguf: damaged or cut off .*{told}"):
+    with pytest.raises(OvspecError, match=rf"hostile\.gguf: damaged or truncated .*{told}"):
         find_source(str(file))
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()
@@ -241,7 +241,7 @@ def test_a_tensor_of_two_shards_is_refused(tmp_path: Path) -> None:
         file = tmp_path / f"model-{number:05}-of-00002.gguf"
         written(file, split__count=2)
     with pytest.raises(
-        OvspecError, match=r"00002-of-00002\.gguf: has the tensor token_embd.weight, which another file"
+        OvspecError, match=r"00002-of-00002\.gguf: its tensor token_embd.weight is also in another file"
     ):
         find_source(str(file))
 
@@ -276,15 +276,15 @@ def written(path: Path, architecture: str = "llama", **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("told", "architecture", "changes"),
     [
-        ("its architecture is 'rwkv7', and ovspec reads only llama, qwen2", "rwkv7", {}),
-        ("holds an embedding model", "qwen3", {"qwen3__pooling_type": 3}),
-        ("holds an embedding model", "bert", {}),
-        ("holds an embedding model", "llama", {"llama__attention__causal": False}),
-        ("the part of a model that sees or hears", "clip", {"general__type": "mmproj"}),
+        ("its architecture is 'rwkv7', but GGUF files are supported only for llama, qwen2", "rwkv7", {}),
+        ("contains an embedding model", "qwen3", {"qwen3__pooling_type": 3}),
+        ("contains an embedding model", "bert", {}),
+        ("contains an embedding model", "llama", {"llama__attention__causal": False}),
+        ("the vision or audio part of a model", "clip", {"general__type": "mmproj"}),
         ("an adapter; merge it", "llama", {"general__type": "adapter"}),
-        ("metadata has llama.expert_count, which ovspec doesn't understand", "llama", {"llama__expert_count": 8}),
-        ("scaled by the method 'ntk'", "llama", {"llama__rope__scaling__type": "ntk"}),
-        ("24 values of a head are rotated", "qwen2", {"qwen2__rope__dimension_count": 24}),
+        ("metadata has the unknown entry llama.expert_count", "llama", {"llama__expert_count": 8}),
+        ("unknown RoPE scaling 'ntk'", "llama", {"llama__rope__scaling__type": "ntk"}),
+        ("rotary embeddings of 24 values per head", "qwen2", {"qwen2__rope__dimension_count": 24}),
     ],
 )
 def test_what_cannot_be_exported_is_refused(
@@ -297,7 +297,7 @@ def test_what_cannot_be_exported_is_refused(
 def test_vocabulary_alone_is_refused() -> None:
     if not LLAMA_CPP.is_dir():
         pytest.skip("llama.cpp's files could not be fetched")
-    with pytest.raises(OvspecError, match="holds no weights"):
+    with pytest.raises(OvspecError, match="contains no weights"):
         find_source(str(LLAMA_CPP / "models" / "ggml-vocab-qwen2.gguf"))
 
 
@@ -306,13 +306,13 @@ def test_weights_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     data = file.read_bytes()
     at = data.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
     file.write_bytes(data[:at] + struct.pack("<I", 99) + data[at + 4 :])
-    with pytest.raises(OvspecError, match="has weights of the type 99, which can't be read"):
+    with pytest.raises(OvspecError, match="weights of the type 99 are not supported"):
         find_source(str(file))
 
 
 def test_missing_and_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"pickled")
-    with pytest.raises(OvspecError, match="not a GGUF file; name a folder with a checkpoint, or a GGUF file"):
+    with pytest.raises(OvspecError, match="not a GGUF file; give a GGUF file or a checkpoint folder"):
         find_source(str(tmp_path / "model.bin"))
     with pytest.raises(OvspecError, match="no such file or folder"):
         find_source(str(tmp_path / "missing.gguf"))
@@ -346,7 +346,7 @@ def test_int4_has_groups_that_fit(files: Path) -> None:
     assert choose_group_size(source, Compression("int4")) == Compression("int4", group_size=64)
     assert choose_group_size(source, Compression("int8")) == Compression("int8")
     assert choose_group_size(source, Compression("int4", group_size=32)).group_size == 32
-    with pytest.raises(OvspecError, match=r"`group_size` is 128, but blk\.\S+ has rows of 64 weights; take 64, or -1"):
+    with pytest.raises(OvspecError, match=r"`group_size` is 128, but blk\.\S+ has rows of 64 weights; use 64, or -1"):
         choose_group_size(source, Compression("int4", awq=True))
 
 
@@ -371,5 +371,5 @@ def test_where_tensors_are(tmp_path: Path) -> None:
     [info] = read_shard_header(file)[1].values()
     assert info.shape == (32, 64) and info.offset + 4 * 32 * 64 == file.stat().st_size
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(OvspecError, match="damaged or cut off"):
+    with pytest.raises(OvspecError, match="damaged or truncated"):
         read_shard_header(file)

@@ -343,7 +343,7 @@ def test_a_file_without_a_pre_tokenizer_is_noted(capfd: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "plamo2", "hybriddna", "whitespace", "new"])
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(OvspecError, match=f"^x.gguf: its tokenizer is of the kind '{kind}', which can't be converted;"):
+    with pytest.raises(OvspecError, match=f"^x.gguf: its tokenizer of the type '{kind}' can't be converted;"):
         build_tokenizer(BYTE_LEVEL | {"tokenizer.ggml.model": kind}, "x.gguf")
 
 
@@ -355,7 +355,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
         ("tokens", [], "length >= 1"),
         ("tokens", 7, "Expected array, got int"),
         ("tokens", ["a", b"b"], "Expected str, got bytes"),
-        ("tokens", ["a", "b", "a"], "'a' is there twice"),
+        ("tokens", ["a", "b", "a"], "'a' is a duplicate"),
         ("tokens", ["a", "b" * 5000], "has 5000 characters"),
         ("tokens", [""] * (2**20 + 1), "length <= 1048576"),
         ("token_type", [1, 1], "261 tokens have 2 types"),
@@ -364,7 +364,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
         ("merges", ["a b", "a zz"], "merge 'a zz' doesn't fit"),
         ("merges", ["b a"], "merge 'b a' doesn't fit"),
         ("merges", None, "no merges"),
-        ("eos_token_id", 261, "eos_token_id is 261, and there are 261 tokens"),
+        ("eos_token_id", 261, "eos_token_id is 261, but there are 261 tokens"),
         ("eos_token_id", -1, "eos_token_id is -1"),
         ("eos_token_id", "2", "eos_token_id is 2"),
         ("padding_token_id", "2", "padding_token_id is 2"),
@@ -385,8 +385,8 @@ def test_damage_is_told_in_a_sentence(key: str, value: Any, problem: str) -> Non
     [
         ({"tokenizer.ggml.scores": [1.0]}, "264 tokens have 1 scores"),
         ({"tokenizer.ggml.scores": [float("nan")] * 264}, "a score is not a number"),
-        ({"tokenizer.chat_template": 3}, "'default' is not a text"),
-        ({"tokenizer.chat_template.../../x": "{{ messages }}"}, "a name that can't be used"),
+        ({"tokenizer.chat_template": 3}, "'default' is not text"),
+        ({"tokenizer.chat_template.../../x": "{{ messages }}"}, "an invalid name"),
     ],
 )
 def test_damage_of_other_kinds(damage: dict[str, Any], problem: str) -> None:

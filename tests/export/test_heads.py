@@ -355,9 +355,7 @@ def test_a_wrong_ir_is_found(spoil: Callable[[EagleHead], None] | None, one_head
         check_head_ir(head, its_ir)
         return
     spoil(head)
-    with pytest.raises(
-        OvspecError, match=r"the IR of the head computes other (fused|logits|hidden) than the checkpoint"
-    ):
+    with pytest.raises(OvspecError, match=r"the head's (fused|logits|hidden) in the IR differ from the checkpoint's"):
         check_head_ir(head, its_ir)
 
 
@@ -366,7 +364,7 @@ def test_padding_that_is_seen_is_found(one_head: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_heads, "make_causal_mask", lambda given, new: mask(torch.ones_like(given), new))
     model = convert_head_to_ir(load_head_checkpoint(one_head), LAYERS)
     monkeypatch.undo()
-    with pytest.raises(OvspecError, match="computes other logits"):
+    with pytest.raises(OvspecError, match="the head's logits in the IR differ"):
         check_head_ir(load_head_checkpoint(one_head), model)
 
 
@@ -426,7 +424,9 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     assert manifest.draft
     assert manifest.draft.weight_format == "as it was"
     assert contents(tmp_path / "again" / "draft") == contents(draft)
-    with pytest.raises(OvspecError, match=r"it reads 3 layers, 384 values in all, but the target is 64 wide"):
+    with pytest.raises(
+        OvspecError, match=r"it reads 3 layers with 384 values in total, but the target's hidden size is 64"
+    ):
         export_pair(str(pair / "draft"), str(draft), tmp_path / "other")
     model = openvino_core().read_model(draft / "openvino_model.xml")
     model.remove_result(model.output("fused").get_node())
@@ -434,7 +434,7 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     foreign.mkdir()
     ov.save_model(model, foreign / "openvino_model.xml")
     shutil.copy(draft / "config.json", foreign)
-    with pytest.raises(OvspecError, match="an IR of a head that ovspec can't use; name the head's checkpoint instead"):
+    with pytest.raises(OvspecError, match="an IR of a head in an unsupported form; give the head's checkpoint instead"):
         export_pair(str(pair), str(foreign), tmp_path / "other")
 
 
@@ -446,7 +446,9 @@ def test_a_head_is_read_with_its_target(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair, target)
     (target / "config.json").write_text(json.dumps(TARGET_CONFIG | {"num_hidden_layers": 9}), encoding="utf-8")
     head = write_head(tmp_path / "head", target=TARGET_CONFIG)
-    with pytest.raises(OvspecError, match=r"^head: a head can.t be used .*: only 2 of its 9 layers have keys"):
+    with pytest.raises(
+        OvspecError, match=r"^head: a head can.t be used .*: only 2 of its 9 layers have their own keys"
+    ):
         export_pair(str(target), str(head), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -542,7 +544,7 @@ def test_a_head_for_a_gguf_file(tmp_path: Path, cache_dir: Path) -> None:
     assert max(differences(draft, head, tmp_path / "gguf" / "qwen3").values()) < 1e-4
     check_drafting(tmp_path / "out", cache_dir)
     small = write_head(tmp_path / "small", target=config | {"vocab_size": 4000}, layer_ids=OUTPUTS)
-    with pytest.raises(OvspecError, match="was made for 4000 tokens, but the target has 4096"):
+    with pytest.raises(OvspecError, match="vocabulary has 4000 tokens, but the target's has 4096"):
         export_pair(str(file), str(small), tmp_path / "other")
 
 
@@ -563,42 +565,47 @@ FROM_THE_END = torch.cat((OFFSETS[:-1], torch.tensor([4096 - 255])))
 BEFORE_THE_START = torch.cat((torch.tensor([-3]), OFFSETS[1:]))
 # A head, what is changed in it, and the sentence that refuses it.
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("width", {"target": SMALL_CONFIG}, {}, "reads 3 layers, 192 values in all, but the target is 128 wide"),
+    (
+        "width",
+        {"target": SMALL_CONFIG},
+        {},
+        "reads 3 layers with 192 values in total, but the target's hidden size is 128",
+    ),
     (
         "shared width",
         {"embedding": False, "hidden_size": 192},
         {},
-        "no embedding of its own and is 192 wide, but the target's embedding 128",
+        "it uses the target's embedding, but its hidden size is 192 and the target's 128",
     ),
     ("vocabulary", {"target": TARGET_CONFIG | {"vocab_size": 4000}}, {}, "for 4000 tokens, but the target has 4096"),
     ("default layers", {"layer_ids": None}, {}, "reads the inputs of its layers 2, 1, -1, but the target has 2"),
     ("layers", {"layer_ids": [0, 0, 1]}, {}, r"layers 1, 1, 2, but the target has 2 \(0 to 1\)"),
     ("layers", {"style": "speculators", "layer_ids": [0, 1, 2]}, {}, r"layers 0, 1, 2, but the target has 2"),
-    ("too high", {}, {"d2t": FROM_THE_END, "t2d": None}, "its d2t names the token 4096 of 4096"),
-    ("too low", {}, {"d2t": BEFORE_THE_START, "t2d": None}, "its d2t names the token -3 of 4096"),
-    ("twice", {}, {"d2t": -torch.arange(256), "t2d": None}, "its d2t names a token twice"),
-    ("other t2d", {}, {"d2t": OFFSETS}, "its t2d and its d2t name different tokens"),
+    ("too high", {}, {"d2t": FROM_THE_END, "t2d": None}, "its d2t has token id 4096, but there are 4096 tokens"),
+    ("too low", {}, {"d2t": BEFORE_THE_START, "t2d": None}, "its d2t has token id -3, but there are 4096 tokens"),
+    ("twice", {}, {"d2t": -torch.arange(256), "t2d": None}, "its d2t has a duplicate token"),
+    ("other t2d", {}, {"d2t": OFFSETS}, "its t2d and its d2t contain different tokens"),
     ("no d2t", {}, {"d2t": None}, "it proposes 256 of 4096 tokens, but has no d2t"),
     ("short d2t", {}, {"d2t": OFFSETS[:-1].clone()}, "its d2t has 255 entries for 256 tokens"),
-    ("deep", {}, {"config": {"num_hidden_layers": 2}}, "the head has more than one layer; ovspec exports heads of one"),
-    ("deeper", {}, {"layers__1__mlp__up_proj__weight": IDS}, "the head has more than one layer"),
+    ("deep", {}, {"config": {"num_hidden_layers": 2}}, "the head has several layers; only a single layer is supported"),
+    ("deeper", {}, {"layers__1__mlp__up_proj__weight": IDS}, "the head has several layers"),
     ("window", {}, {"config": {"use_sliding_window": True}}, "attention has a sliding window"),
     ("windows", {"style": "speculators", "layer_types": ["sliding_attention"]}, {}, "attention has a sliding window"),
     (
         "phi3",
         {"model_type": "phi3"},
         {},
-        "is one of the family phi3; ovspec exports heads with layers of llama or qwen3",
+        "is of the family phi3; only llama and qwen3 are supported",
     ),
     (
         "rope",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         {},
-        "rotary embedding is dynamic; ovspec exports heads where",
+        "rotary embedding is dynamic; only full rotary embeddings",
     ),
     ("part", {"partial_rotary_factor": 0.5}, {}, "rotary embedding is partial"),
     ("norms", {"norm_before_fc": True, "fc_norm": True}, {}, "has both norm_before_fc and fc_norm"),
-    ("unknown", {}, {"midlayer__mlp__router": IDS}, r"a tensor that ovspec doesn't know \(layer.mlp.router\)"),
+    ("unknown", {}, {"midlayer__mlp__router": IDS}, r"the unknown tensor layer.mlp.router"),
     ("lacking", {}, {"midlayer__hidden_norm__weight": None}, "the head lacks the tensor layer.hidden_norm.weight"),
     ("no fc", {}, {"fc__weight": None}, "the head lacks the tensor fc.weight"),
     ("shape", {}, {"config": {"intermediate_size": 64}}, r"layer.mlp.down_proj.weight is 128 x 256, but .* 128 x 64"),
@@ -606,9 +613,14 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "entry",
         {},
         {"config": {"hidden_size": None}},
-        r"config.json lacks an entry, or has a wrong one \('hidden_size'\)",
+        r"config.json has a missing or wrong entry \('hidden_size'\)",
     ),
-    ("quantised", {}, {"config": {"quantization_config": {"quant_method": "fp8"}}}, r"weights are quantised \(fp8\)"),
+    (
+        "quantised",
+        {},
+        {"config": {"quantization_config": {"quant_method": "fp8"}}},
+        r"quantised weights \(fp8\) in a head",
+    ),
 ]
 
 
@@ -648,25 +660,25 @@ def test_heads_that_cannot_be_read_are_named(tmp_path: Path, one_head: Path) -> 
     next(iter(other.glob("*2-of-*.bin"))).unlink()
     for head, message in [
         (empty, "no model.safetensors and no pytorch_model.bin in it"),
-        (cut, r"pytorch_model.bin: cannot be read \(not a file of torch.save, or cut off\)"),
-        (code, r"pytorch_model.bin: cannot be read \(it holds pathlib.*\); save its tensors as model.safetensors"),
+        (cut, r"pytorch_model.bin: cannot be read \(not written by torch.save, or truncated\)"),
+        (code, r"pytorch_model.bin: cannot be read \(it contains pathlib.*\); save its tensors as model.safetensors"),
         (missing, "model-00002-of-00002.safetensors is missing"),
         (other, "pytorch_model-00002-of-00002.bin is missing"),
     ]:
         with pytest.raises(OvspecError, match=message):
             find_source(str(head))
     with pytest.raises(
-        OvspecError, match="head: an EAGLE-3 head, which only drafts; name its target, and it as `draft`"
+        OvspecError, match="head: an EAGLE-3 head, not a model; export its target, with the head as `draft`"
     ):
         export_pair(str(one_head), None, tmp_path / "out")
-    with pytest.raises(OvspecError, match="leave out either it or `draft`"):
+    with pytest.raises(OvspecError, match="`draft` can't be combined"):
         export_pair(str(TARGET), str(one_head), tmp_path / "out", draft_layers=1)
 
 
 def test_what_a_head_needs_of_an_ir(pair: Path, tmp_path: Path) -> None:
     head = head_for_the_pair(tmp_path / "head", embedding=False, lm_head=False)
     with pytest.raises(
-        OvspecError, match="its lm_head is made of the target's embedding; name the target's checkpoint"
+        OvspecError, match="its lm_head comes from the target's embedding; give the target's checkpoint"
     ):
         export_pair(str(pair), str(head), tmp_path / "out")
 

@@ -187,7 +187,7 @@ def test_export_from_the_hub(hub: str, tmp_path: Path) -> None:
 CANNOT_BE_HAD = {
     "org/nothing": "no such folder, and no such model on the Hugging Face hub; check the spelling",
     "org/gated": "the model is gated",
-    "org/model@nowhen": "the model has no revision nowhen; name a commit, a tag or a branch",
+    "org/model@nowhen": "the model has no revision nowhen; give a commit, a tag or a branch",
     "org/model@": "no revision after the @",
 }
 
@@ -195,7 +195,7 @@ CANNOT_BE_HAD = {
 CANNOT_BE_EXPORTED = {
     "org/unknown": "of the family unknowable",
     "org/seq2seq": "encoder-decoder",
-    "org/deep-head": "more than one layer",
+    "org/deep-head": "several layers",
 }
 
 
@@ -208,10 +208,8 @@ def test_what_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> No
     again = refusals(["org/model", *CANNOT_BE_EXPORTED], tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
     for found in (told, again):
         assert all(message in found[name] for name, message in CANNOT_BE_EXPORTED.items()), found
-    assert again["org/model"].startswith("Error: org/model: no such folder, and not whole in the hub's cache")
-    assert again["org/model"].endswith(
-        "check the network, and the same command goes on with the files that were fetched."
-    )
+    assert again["org/model"].startswith("Error: org/model: no such folder, not complete in the hub's cache")
+    assert again["org/model"].endswith("check the network, and run the same command to resume the download.")
     for name in CANNOT_BE_EXPORTED:
         asked = [path for path in REQUESTED if f"/{name}/" in path]
         assert any(path.endswith("/config.json") for path in asked)

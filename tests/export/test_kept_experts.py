@@ -154,7 +154,7 @@ def test_ir_is_compared_with_its_own_rounding(
     name = next(name for name in weights.list_matrices() if weights.describe_kind(name) == "Q4_0")
     assert np.array_equal(read_rounded_values(weights, frozenset(), name), weights.read_values(name))
     monkeypatch.setattr(weights, "read_kept_values", lambda name, _: weights.read_values(name)[::-1])
-    with pytest.raises(OvspecError, match=f"other weights than the source in {name}"):
+    with pytest.raises(OvspecError, match=f"weights differ from the source's in {name}"):
         read_rounded_values(weights, frozenset(), name)
 
 
@@ -170,7 +170,7 @@ def test_tensors_of_experts_are_checked(mixed: tuple[Path, dict[str, str]]) -> N
         weights_of(source)
     del tensors["blk.0.ffn_up_exps.weight"]
     tensors["blk.0.attn_exps.weight"] = up
-    with pytest.raises(OvspecError, match=r"its tensor blk\.0\.attn_exps\.weight has no place in a model of"):
+    with pytest.raises(OvspecError, match=r"its tensor blk\.0\.attn_exps\.weight is unknown in the family"):
         weights_of(source)
 
 
@@ -214,7 +214,7 @@ def test_checkpoint_is_exported_as_it_is(kind: str, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("gptq, act-order", "experts.gate_proj can't be kept: they have an order of their columns"),
+        ("gptq, act-order", "experts.gate_proj can't be kept: they have reordered columns"),
         ("bitsandbytes, nf4", "experts.gate_proj can't be kept: they have integers in NF4"),
     ],
 )
@@ -241,7 +241,7 @@ def test_experts_in_floats_stay_that(tmp_path: Path) -> None:
     assert isinstance(matrix, np.ndarray) and matrix.shape == (4 * 256, 128) and matrix.dtype == np.uint16
     assert (weights.read_values(f"{prefix}.down_proj") == np.arange(4).reshape(4, 1, 1) + 0.5).all()
     assert weights.describe_kind(f"{prefix}.down_proj") == "BF16"
-    with pytest.raises(OvspecError, match=r"of its experts .*up_proj, only some are quantised, which can't be kept"):
+    with pytest.raises(OvspecError, match=r"only some of its experts .*up_proj are quantised"):
         weights.read_matrix(f"{prefix}.up_proj", False)
 
 

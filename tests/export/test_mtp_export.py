@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[str, torch.Tensor | None, str]] = {
     "no fc": ("mtp.fc.weight", None, "lacks the tensor fc.weight"),
     "no norm": ("mtp.pre_fc_norm_hidden.weight", None, "lacks the tensor feature_norm.weight"),
     "no gate": ("mtp.layers.0.mlp.gate_proj.weight", None, "lacks the tensor"),
-    "other width": ("mtp.pre_fc_norm_embedding.weight", torch.ones(3), "has a tensor of another shape"),
+    "other width": ("mtp.pre_fc_norm_embedding.weight", torch.ones(3), "has a tensor of the wrong shape"),
 }
 
 
@@ -152,12 +152,10 @@ def test_damaged_layers_are_named(name: str, dense: Path, tmp_path: Path, monkey
 
 def test_a_model_without_a_layer(pair: Path, tmp_path: Path) -> None:
     checkpoint = str(ROOT / "models" / "demo-hf" / "target")
-    with pytest.raises(
-        ovspec.OvspecError, match="it has no MTP layer, or one with quantised weights; leave out the draft"
-    ):
+    with pytest.raises(ovspec.OvspecError, match="has no MTP layer, or only a quantised MTP layer; choose another"):
         export_pair(checkpoint, "mtp", tmp_path / "pair")
     assert find_own_mtp_layer(find_source(checkpoint)) is None
-    with pytest.raises(ovspec.OvspecError, match="not an MTP layer; name it 'draft'"):
+    with pytest.raises(ovspec.OvspecError, match="not an MTP layer; set `draft='draft'`"):
         ovspec.load(pair, "mtp")
 
 

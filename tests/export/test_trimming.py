@@ -99,13 +99,13 @@ def test_exported_it_drafts(
 def test_what_cannot_be_trimmed_is_refused(trimmed: Trimmed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids: Any = trimmed.ids
     for form in (trimmed.ir, trimmed.checkpoint):
-        with pytest.raises(OvspecError, match="its vocabulary is trimmed already"):
+        with pytest.raises(OvspecError, match="its vocabulary is already trimmed"):
             trim_draft_model(find_source(str(form)), ids, tmp_path / "out")
-        with pytest.raises(OvspecError, match=f"{form.name}: a draft with a trimmed vocabulary; name its target"):
+        with pytest.raises(OvspecError, match=f"{form.name}: a draft with a trimmed vocabulary; export its target"):
             export_pair(str(form), None, tmp_path / "out")
-    with pytest.raises(OvspecError, match="an EAGLE-3 head, whose vocabulary can't be trimmed"):
+    with pytest.raises(OvspecError, match="the vocabulary of an EAGLE-3 head can't be trimmed"):
         trim_draft_model(HeadSource("head", tmp_path, True, ""), ids, tmp_path / "out")
-    with pytest.raises(OvspecError, match="a GGUF file, whose vocabulary can't be trimmed"):
+    with pytest.raises(OvspecError, match="the vocabulary of a GGUF file can't be trimmed"):
         trim_draft_model(GgufSource("x", tmp_path, False, "", None), ids, tmp_path / "out")  # type: ignore[arg-type]
     draft = find_source(str(DEMO / DRAFT_FOLDER))
     with pytest.raises(OvspecError, match="already exists"):

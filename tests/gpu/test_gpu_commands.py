@@ -135,9 +135,9 @@ def test_recurrent_and_hybrid_models(attention: str | None, tmp_path: Path) -> N
     ("options", "told"),
     [
         (("--device", "GPU.7"), "no such device"),
-        (("--device", "GPU", "--threads", "2"), "only a CPU has threads"),
+        (("--device", "GPU", "--threads", "2"), "works only on a CPU"),
         (("--device", "CPU:GPU"), "only AUTO and HETERO take a list"),
-        (("--device", "AUTO:GPU,CPU", "--engine", "paged"), "the paged engine runs on a CPU or a GPU only"),
+        (("--device", "AUTO:GPU,CPU", "--engine", "paged"), "the paged engine needs a CPU or a GPU"),
         (("--device", "AUTO:GPU,CPU", "--kv-precision", "u8"), "needs the paged engine on a GPU"),
     ],
 )

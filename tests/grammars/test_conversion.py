@@ -184,7 +184,7 @@ def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GRAMMAR_CONVERTER, "max_bytes", 120_000_000)
-    with pytest.raises(OvspecError, match="took more than 120 MB of memory"):
+    with pytest.raises(OvspecError, match="used more than 120 MB of memory"):
         convert_grammar("json_schema", {"type": "integer", "multipleOf": 899981}, "schema")
 
 
@@ -227,10 +227,10 @@ def test_a_step_never_takes_long(text: str, steps: int) -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        ("NoExtensionBias", "no token may follow here."),
-        ("NoExtension\n<state>", "no token may follow here."),
-        ("LexerTooComplex", "it becomes too complex; simplify it."),
-        ("ParserTooComplex", "it becomes too complex; simplify it."),
+        ("NoExtensionBias", "no token can follow here."),
+        ("NoExtension\n<state>", "no token can follow here."),
+        ("LexerTooComplex", "it is too complex; simplify it."),
+        ("ParserTooComplex", "it is too complex; simplify it."),
         ("unknown name: x", "unknown name: x."),
     ],
 )

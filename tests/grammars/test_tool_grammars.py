@@ -175,9 +175,9 @@ def test_schemas_that_are_refused() -> None:
     strange = {"type": "object", "properties": {"x": {"type": "strnig"}}}
     for format in ("hermes", "glm"):
         for schema, sentence in [
-            ({"type": "array", "items": {}}, "at #/type: arguments are an object; set the type to object"),
-            ({"type": "string"}, "arguments are an object"),
-            ({"type": ["object", "null"]}, "arguments are an object"),
+            ({"type": "array", "items": {}}, "at #/type: arguments must be an object; set the type to object"),
+            ({"type": "string"}, "arguments must be an object"),
+            ({"type": ["object", "null"]}, "arguments must be an object"),
             (strange, "did you mean string"),
             ({"type": "object", "properties": []}, "#/properties: this should be an object"),
             (schema_of({"$ref": "other.json"}), "outside this schema"),
@@ -192,9 +192,9 @@ def test_schemas_that_are_refused() -> None:
         for format in ("hermes", "glm"):
             assert answers(format, [with_schema("find", schema)], tool_choice="required").constraint()
     for name in ("", "get weather", 'a"b', "a\nb", "a>b", "é", "x" * 129, "<tool_call>", None, 3):
-        with pytest.raises(OvspecError, match=r"`tools`: a name is .*; it must have 1 to 128 letters"):
+        with pytest.raises(OvspecError, match=r"`tools`: the name .* is invalid; use 1 to 128 letters"):
             make_params({"tools": [with_schema(name, {})]})  # type: ignore[arg-type]
-    with pytest.raises(OvspecError, match="`tools`: the parameters of find must be a JSON schema, which is an object"):
+    with pytest.raises(OvspecError, match="`tools`: the parameters of find must be a JSON schema, as an object"):
         make_params({"tools": [with_schema("find", True)]})
     with pytest.raises(OvspecError, match="`tools` has find twice"):
         make_params({"tools": [with_schema("find", {}), with_schema("find", {})]})
@@ -231,7 +231,7 @@ def test_names_of_parameters_in_xml() -> None:
         ("glm-dense", "</arg_key><arg_value>"),
     ]:
         told = refusal(format, tool("f", **{name: {"type": "string"}}))
-        assert told.startswith("`tools`: the schema of f, at #: in this tool format no parameter can be called")
+        assert told.startswith("`tools`: the schema of f, at #: this tool format can't have a parameter named")
     for schema, sentence in [
         ({"additionalProperties": {"type": "string"}}, "properties that aren't listed can't be written"),
         ({"patternProperties": {"^k": {}}}, "properties that aren't listed can't be written"),

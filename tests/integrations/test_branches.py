@@ -186,7 +186,7 @@ def test_what_is_refused(load: Load) -> None:
     lm = load()
     branches = BranchPool(lm)
     for tokens, message in (
-        ([], "no BOS token to start from"),
+        ([], "no BOS token to start with"),
         ([5] * 2049, "the context is 2048"),
         ([5, 99_999], "Token id 99999 is not in the vocabulary"),
     ):

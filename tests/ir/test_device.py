@@ -162,7 +162,7 @@ def test_a_gpu_gets_a_cache_that_can_be_read_and_no_threads(monkeypatch: pytest.
     assert make_compile_properties(replace(options, kv_precision="u8"))["KV_CACHE_PRECISION"] == "u8"
     named = make_compile_properties(replace(options, kv_precision="u8"))["CACHE_DIR"]
     assert named != properties["CACHE_DIR"], "OpenVINO's own key leaves the KV cache out"
-    with pytest.raises(ovspec.OvspecError, match="`threads=2`: only a CPU has threads, and the device is GPU"):
+    with pytest.raises(ovspec.OvspecError, match="`threads=2` works only on a CPU, but the device is GPU"):
         check_threads_option(2, ["GPU", "GPU"])
     check_threads_option(2, ["GPU", "CPU"])
     check_threads_option(None, ["GPU"])

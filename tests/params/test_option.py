@@ -189,10 +189,10 @@ def test_a_draft_is_read_once() -> None:
         ({"top_p": 0.9}, "`top_p` needs a `temperature` above 0"),
         ({"min_tokens": 9, "max_tokens": 8}, "`min_tokens` is 9, which is more than `max_tokens`, 8"),
         ({"tools": [{"name": "f"}], "ignore_eos": True}, "`tools` can't be combined with `ignore_eos`"),
-        ({"regex": "a", "ignore_eos": True}, "`regex` decides where the text ends"),
+        ({"regex": "a", "ignore_eos": True}, "`regex` can't be combined with `ignore_eos`"),
         ({"regex": "a", "choice": ["b"]}, "`regex` and `choice` can't be combined"),
         ({"json_schema": {}, "retries": 1, "json_schema_mode": "checked"}, "`retries` needs a `temperature` above 0"),
-        ({"sampler": len, "temperature": 1.0}, "The sampler draws the tokens; leave out `temperature`"),
+        ({"sampler": len, "temperature": 1.0}, "`sampler` can't be combined with `temperature`"),
     ],
 )
 def test_values_out_of_range_and_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:

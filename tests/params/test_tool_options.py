@@ -93,15 +93,15 @@ def test_tools_may_be_given_without_what_is_around_them() -> None:
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
-        (untyped, "untyped needs a type hint for its parameter city.$"),
-        (of_a_class, "hints of of_a_class make no JSON schema .*Place.*; use types that JSON has.$"),
+        (untyped, "the parameter city of untyped has no type hint; add it.$"),
+        (of_a_class, "hints of of_a_class can't be turned into a JSON schema .*Place.*; use JSON types.$"),
         (of_nothing, "parameters of <function of_nothing .* can't be read .*Nowhere"),
-        ("f", " has 'f'; each must be a function, or an object that describes one.$"),
-        ({"type": "web_search"}, "a tool of the type web_search; only functions can be called here.$"),
-        ({"name": "get weather"}, "a name is 'get weather'; it must have 1 to 128 letters"),
-        ({"name": "f", "parameters": "{}"}, "the parameters of f must be a JSON schema, which is an object.$"),
-        ({"name": "f", "input_schema": SCHEMA}, "f has its schema in input_schema; give it in parameters.$"),
-        ({"name": "f", "inputSchema": SCHEMA}, "f has its schema in inputSchema; give it in parameters.$"),
+        ("f", " has 'f'; each tool must be a function, or an object with its description.$"),
+        ({"type": "web_search"}, "a tool of the type web_search; only functions are supported.$"),
+        ({"name": "get weather"}, "the name 'get weather' is invalid; use 1 to 128 letters"),
+        ({"name": "f", "parameters": "{}"}, "the parameters of f must be a JSON schema, as an object.$"),
+        ({"name": "f", "input_schema": SCHEMA}, "f has its schema in input_schema; move it to parameters.$"),
+        ({"name": "f", "inputSchema": SCHEMA}, "f has its schema in inputSchema; move it to parameters.$"),
         ({"name": "f", "description": 5}, "the description of f must be a string.$"),
     ],
 )
@@ -126,10 +126,10 @@ def test_names_of_functions_and_of_their_parameters() -> None:
 
     def prüfe(a: int) -> None: ...
 
-    for function, told in ((prüfe, "a name is 'prüfe'"), (lambda: 1, "a name is '<lambda>'")):
+    for function, told in ((prüfe, "a name is 'prüfe'"), (lambda: 1, "the name '<lambda>' is invalid")):
         with pytest.raises(OvspecError, match=told):
             parse_tools([function])
-    with pytest.raises(OvspecError, match="which has no name; give a function made with def"):
+    with pytest.raises(OvspecError, match="a function without a name; define it with def"):
         parse_tools([functools.partial(copy, 1)])
 
 

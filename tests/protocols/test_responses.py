@@ -181,11 +181,11 @@ def test_what_is_left_out_is_named() -> None:
     [
         ({"input": None}, "input is missing"),
         ({"input": 3}, "input must be a string or a list of objects"),
-        ({"input": []}, "nothing to answer"),
-        ({"input": [{"type": "web_search_call"}]}, "nothing to answer"),
+        ({"input": []}, "no message to answer"),
+        ({"input": [{"type": "web_search_call"}]}, "no message to answer"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "type input_image can't be read; only text can",
+            "type input_image is not supported; send text",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
@@ -196,9 +196,9 @@ def test_what_is_left_out_is_named() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "the role of a message is 'robot'"),
         ({"input": [{"role": "user"}]}, "must be a string or a list of parts"),
         ({"input": [{"text": "x"}]}, "an item of the type None can't be read"),
-        ({"input": [called("a") | {"name": 3}]}, "needs name, which is a string"),
+        ({"input": [called("a") | {"name": 3}]}, "needs a string as name"),
         ({"input": [called("a") | {"call_id": None}]}, "needs call_id"),
-        ({"input": [called("a", namespace=3)]}, "the namespace of a call of go must be a string"),
+        ({"input": [called("a", namespace=3)]}, "the namespace of a call to go must be a string"),
         ({"input": [HI] + [called("a")] * 1001}, "more than 1000 calls"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported; send the whole chat in input"),
         ({"conversation": "conv_1"}, "conversation is not supported; send the whole chat in input"),

@@ -405,7 +405,7 @@ def test_an_answer_is_a_call_or_as_its_format_says(response: str, format: str) -
                 texts += 1
             if calls > 1 and texts > 1:
                 break
-        assert calls, "no call"
+        assert calls, "not a tool call"
         assert texts, "no text"
 
 

@@ -439,17 +439,17 @@ def test_processors_of_transformers(load: Callable[..., ovspec.LanguageModel], r
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two grammars": ({"regex": "a", "choice": ["b"]}, "`regex` and `choice` can't be combined"),
-    "ignore_eos": ({"regex": "a", "ignore_eos": True}, "`regex` decides where the text ends"),
-    "nothing to constrain": ({"constrain_from": 3}, "give a grammar"),
+    "ignore_eos": ({"regex": "a", "ignore_eos": True}, "`regex` can't be combined with `ignore_eos`"),
+    "nothing to constrain": ({"constrain_from": 3}, "add a grammar"),
     "marker not there": ({"regex": "a", "constrain_from": "SELECT"}, "'SELECT' is not in the prompt"),
     "beyond the prompt": ({"regex": "a", "constrain_from": 10**6}, "characters"),
     "the prompt doesn't fit": ({"regex": "xyz", "constrain_from": -3}, "doesn't allow this part of the prompt"),
     "the prompt is all": ({"regex": "abc", "constrain_from": "abc"}, "nothing can follow"),
-    "choice of letters": ({"choice": "yes"}, "list of texts"),
+    "choice of letters": ({"choice": "yes"}, "list of strings"),
     "a number": ({"regex": 3}, "must be a string"),
-    "no function": ({"logits_processors": [3]}, "isn't a function"),
+    "no function": ({"logits_processors": [3]}, "must be a function"),
     "a number of processors": ({"logits_processors": 3}, "list of functions"),
-    "a number of choices": ({"choice": 3}, "list of texts"),
+    "a number of choices": ({"choice": 3}, "list of strings"),
     "one processor": ({"logits_processors": len}, "list of functions"),
     "a processor that returns nan": ({"logits_processors": [lambda _, logits: logits * np.nan]}, "nan or inf"),
     "a processor that returns inf": ({"regex": "a", "logits_processors": [lambda _, logits: logits + np.inf]}, "nan"),
@@ -457,7 +457,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "half a character of prompt": ({"regex": "a", "constrain_from": 1.5}, "must be a string, or a number"),
     "a file's name": ({"grammar": "words.lark"}, "give its text, or a Path"),
     "a schema's name": ({"json_schema": "person.json"}, "give the schema's text, or a Path"),
-    "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "give it as gbnf"),
+    "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "pass the grammar as gbnf"),
     "a folder": ({"grammar": ROOT}, "is a folder"),
     "no choice": ({"choice": iter([])}, "at least one"),
     "a processor that returns nothing": ({"logits_processors": [lambda *_: None]}, "must return logits"),
@@ -486,7 +486,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_tokenizers_are_refused_in_a_sentence(damage: str) -> None:
     tokenizer, message = DAMAGED[damage]
-    with pytest.raises(ovspec.OvspecError, match=rf"^This model's tokenizer .*{message}.*\.$"):
+    with pytest.raises(ovspec.OvspecError, match=rf"^The model's tokenizer .*{message}.*\.$"):
         GrammarCompiler(tokenizer, VOCABULARY or [])
 
 
@@ -519,9 +519,9 @@ def test_other_ways_to_give_a_schema(load: Callable[..., ovspec.LanguageModel], 
 def test_a_constraint_that_leaves_nothing(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(draft=True)
     banned = {i: -np.inf for i, token in enumerate(VOCABULARY or []) if token and b"q" in token}
-    with pytest.raises(ovspec.OvspecError, match="No token may follow"):
+    with pytest.raises(ovspec.OvspecError, match="No token can follow"):
         lm.generate("a", regex="[a-z]?q", logit_bias=banned, temperature=1.0)
-    with pytest.raises(ovspec.OvspecError, match="No token may follow"):
+    with pytest.raises(ovspec.OvspecError, match="No token can follow"):
         lm.generate("a", regex="[a-z]?q", logit_bias=banned)
 
 

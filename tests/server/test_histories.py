@@ -240,7 +240,7 @@ def test_a_history_lets_the_chat_go_on(served: Served, history: History, same: H
 def test_an_image_of_the_users_last_message_is_an_error(served: Served, api: str) -> None:
     for history in ([user([TEXT, {"type": "image"}])], [ASK, user([{"type": "image"}]), answer("", "{}"), result("x")]):
         found = served.ask(api, history)
-        assert found.status == 400 and f"type {IMAGE[api]['type']} can't be read; only text can" in found.said, found
+        assert found.status == 400 and f"type {IMAGE[api]['type']} is not supported; send text" in found.said, found
     for nothing in (None, []):
         assert served.ask(api, [user(nothing)]).status == 400
 
@@ -352,9 +352,9 @@ FLAGS: list[tuple[dict[str, bool], bool, str]] = [
     ({"add_generation_prompt": False}, True, ""),
     ({"add_generation_prompt": True, "continue_final_message": False}, False, ""),
     ({"continue_final_message": True, "add_generation_prompt": True}, True, "can't both be true"),
-    ({"continue_final_message": True}, False, "needs an assistant's message without calls as the last"),
+    ({"continue_final_message": True}, False, "needs an assistant message without tool calls at the end"),
     ({"continue_final_message": False}, True, "is always continued; leave it out, or end with another message"),
-    ({"add_generation_prompt": False}, False, "which needs a last message that is continued"),
+    ({"add_generation_prompt": False}, False, "no assistant message at the end to continue"),
 ]
 
 

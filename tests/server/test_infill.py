@@ -319,14 +319,14 @@ def test_a_model_without_the_tokens(server: Running, path: str, body: Any, field
     answer = server.post(path, body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (501, "not_supported_error", field), error
-    assert error["message"].startswith("This model's vocabulary has no fill-in-the-middle tokens; ")
+    assert error["message"].startswith("The model's vocabulary has no fill-in-the-middle tokens; ")
     assert answer.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"input_extra": "x"}, "input_extra must be a list of objects with a text and a filename"),
+        ({"input_extra": "x"}, "input_extra must be a list of objects with the strings text and filename"),
         ({"input_extra": [5]}, "input_extra must be a list of objects"),
         ({"input_extra": [{"text": 5}]}, "input_extra must be a list of objects"),
         ({"input_extra": [{"filename": "a"}]}, "input_extra must be a list of objects"),

@@ -334,21 +334,21 @@ def test_thinking(thinker: Running) -> None:
 HI: dict[str, Any] = {"role": "user", "content": "Hi"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages must not be empty"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type image can't be read; only text can"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type image is not supported; send text"),
     ({"max_tokens": 0}, "`max_tokens` is 0"),
     ({"temperature": 2, "top_p": 7}, "top_p is 7"),
     ({"stop_sequences": [""]}, "`stop_sequences` has an empty string"),
     ({"stop_sequences": ["x"] * 65}, "stop_sequences has 65 strings"),
     ({"stop": "a"}, "stop is not a field of this request, but of /v1/completions"),
-    ({"tools": [{"name": "a b", "input_schema": {}}]}, "`tools`: a name is 'a b'"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "`tools`: the name 'a b' is invalid"),
     ({"tools": [{"name": "f", "input_schema": {"type": "objct"}}]}, "`tools`.* f"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "names 'g', but the tools are take_step"),
-    ({"tools": [WEB], "tool_choice": {"type": "any"}}, "which needs `tools` that can be called here"),
+    ({"tools": [WEB], "tool_choice": {"type": "any"}}, "but `tools` has no custom tool"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "objct"}}}}, "`output_config`"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
     ({"messages": [{"role": "user", "content": "a " * 5000}]}, "Prompt is too long: The prompt has"),
     ({"messages": [{"role": "user", "content": "a" * 3_000_000}]}, "Prompt is too long: The prompt has 3000000 char"),
-    ({"draft": "medusa"}, "draft is 'medusa'; this server has lookup and draft"),
+    ({"draft": "medusa"}, "draft is 'medusa', but this server has lookup and draft"),
     ({"stream": True, "json_schema": {}, "json_schema_mode": "checked", "retries": 2, "temperature": 1.0}, "retries"),
 ]
 
@@ -418,7 +418,7 @@ def test_what_a_strict_server_refuses(strict: Running) -> None:
     assert refused.value.type == "authentication_error" and refused.value.request_id
     for ask in (client.messages.create, client.messages.count_tokens):
         given = {name: value for name, value in body.items() if ask == client.messages.create or name != "max_tokens"}
-        with pytest.raises(anthropic.NotFoundError, match="no model 'gpt-9' here") as missing:
+        with pytest.raises(anthropic.NotFoundError, match="no model 'gpt-9'; this server has") as missing:
             ask(**{**given, "model": "gpt-9"})
         assert missing.value.type == "not_found_error"
         with pytest.raises(anthropic.BadRequestError, match="web_search_20250305 is not supported; leave"):

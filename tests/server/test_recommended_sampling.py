@@ -107,8 +107,7 @@ def test_a_server_says_what_it_samples_with(
     running = start_here(with_generation_config(RECOMMENDED), "--draft", "lookup", "--precision", "f32")
     log = running.log.read_text("utf-8")
     assert (
-        "sampling that a request leaves out is as the model recommends: temperature 1.5, top-k 20, top-p 0.9; "
-        "--temperature 0 for greedy\n"
+        "default sampling, as the model recommends: temperature 1.5, top-k 20, top-p 0.9; --temperature 0 for greedy\n"
     ) in log
     expected = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
     said = running.get("/v1/models").json()["data"][0]["sampling"]

@@ -35,7 +35,7 @@ def test_a_crash_is_told_and_remembered(tmp_path: Path, monkeypatch: pytest.Monk
     for _ in range(2):
         check = check_paged(SMALL, options)
         assert not check.usable
-        assert check.reason == f"OpenVINO ends with {told} when it runs it with a u8 KV cache"
+        assert check.reason == f"OpenVINO crashes ({told}) when it runs the model with a u8 KV cache"
     assert (tmp_path / "runs").read_text(encoding="utf-8") == "\n"
 
 

@@ -108,7 +108,7 @@ def test_a_distilled_draft_comes_before_the_known_pairs(tmp_path: Path) -> None:
 def test_an_ir_is_used_where_it_is(pair: Path, exports: list[tuple[Any, ...]], tmp_path: Path) -> None:
     for draft in (None, "none", "draft", "lookup", str(pair / "draft"), lambda: None):
         assert find_exported_model(pair, draft, None) == (pair, draft)
-    with pytest.raises(OvspecError, match="an IR, which is used as it is; leave out `weight_format`"):
+    with pytest.raises(OvspecError, match="already an IR; leave out `weight_format`"):
         find_or_export_model(pair, None, "int8")
     folder, choice = find_or_export_model(pair, parse_draft(str(DRAFT)), None)
     assert choice == DraftChoice(model="draft") and folder.parent.parent == tmp_path / "cache" / "models"
@@ -117,15 +117,15 @@ def test_an_ir_is_used_where_it_is(pair: Path, exports: list[tuple[Any, ...]], t
 
 
 REFUSED = [
-    (("nowhere", None), "nowhere: no such folder or file; name a folder, a GGUF file, a hub id"),
+    (("nowhere", None), "nowhere: no such folder or file; give a folder, a GGUF file, a hub id"),
     (("nowhere.gguf", None), "no such folder or file"),
     (("org/nowhere.gguf", None), "no such folder or file"),
     (("org/model@", None), "no revision after the @"),
-    (("org/model", "head"), "org/model: no head is known for it; name one as `draft`"),
+    (("org/model", "head"), "org/model: no head is known for it; give a folder as `draft`"),
     (("org/model:Q4_K_M", True), "org/model:Q4_K_M: no draft is known for it"),
     ((str(DRAFT), "nowhere"), "nowhere: no such folder or file"),
     ((str(Path(__file__).parent), None), "no openvino_model.xml in it; name a folder made by"),
-    ((__file__, None), "is a file; name a folder"),
+    ((__file__, None), "is a file; give a folder"),
 ]
 
 
@@ -149,7 +149,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_load_names_the_command() -> None:
     with pytest.raises(OvspecError, match=r"not exported yet; run 'ovspec export org/model -o DIR', or in Python pass"):
         ovspec.load("org/model")
-    with pytest.raises(OvspecError, match="`weight_format` is for a model that is exported; add `export=True`"):
+    with pytest.raises(OvspecError, match="`weight_format` works only with an export; add `export=True`"):
         ovspec.load(TARGET, weight_format="int8")
     with pytest.raises(OvspecError, match="needs the model to export"):
         ovspec.load(export=True)

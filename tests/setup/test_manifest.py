@@ -45,9 +45,9 @@ def test_files_that_have_changed(exported: Path) -> None:
     weights = exported / "openvino_model.bin"
     weights.write_bytes(b"Weights")
     assert read_manifest(exported), "only `verify` reads the files"
-    refused(exported, f"{weights}: changed since it was exported", verify=True)
+    refused(exported, f"{weights}: changed since the export", verify=True)
     weights.write_bytes(b"weight")
-    refused(exported, f"{weights}: missing, or not the size that was exported")
+    refused(exported, f"{weights}: missing, or of another size than at the export")
     weights.unlink()
     refused(exported, f"{weights}: missing")
 
@@ -61,7 +61,7 @@ def test_line_ends_that_have_changed(exported: Path) -> None:
     (exported / MANIFEST_FILE).write_text(json.dumps(manifest), encoding="utf-8")
     assert read_manifest(exported)
     template.write_bytes(b"{{ a }}\r\n{{ b }}\r\n")
-    refused(exported, f"{template}: its line ends were changed, as Git may do")
+    refused(exported, f"{template}: its line endings were changed, perhaps by Git")
 
 
 def test_files_that_have_come(exported: Path) -> None:
@@ -69,13 +69,13 @@ def test_files_that_have_come(exported: Path) -> None:
     added = exported / "generation_config.json"
     added.write_text("{}", encoding="utf-8")
     assert read_manifest(exported)
-    refused(exported, f"{added}: not a file of the export", verify=True)
+    refused(exported, f"{added}: not part of the export", verify=True)
 
 
 def test_what_is_no_whole_export_of_this_format(exported: Path) -> None:
     manifest = exported / MANIFEST_FILE
     manifest.write_text(json.dumps(json.loads(manifest.read_bytes()) | {"format": 2}), encoding="utf-8")
-    refused(exported, "format 2 is not known; update ovspec")
+    refused(exported, "unknown format 2; update ovspec")
     manifest.write_text(UNFINISHED_MANIFEST, encoding="utf-8")
     refused(exported, "the export was not finished")
     manifest.unlink()

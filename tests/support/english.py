@@ -12,7 +12,7 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import click
@@ -23,7 +23,13 @@ RELATIVE_WORD = re.compile(r"\b(that|which|who|whom|whose|what|those|ones?)\b", 
 WORD = re.compile(r"[A-Za-z']+")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 MAX_RELATIVE_WORDS = 1.5  # per 100
-MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain")  # in names of functions
+# In the names of functions that make messages.
+MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field")
+ERROR_CLASS = re.compile(r"Error$|^(NotPaged|PagedCheck)$|^Sandbox.*(Died|Exceeded)$|^raise_usage_error_if$")
+MESSAGE_VARIABLE = re.compile(r"(^|_)(message|problem|reason|refusal|sentence)$")
+MESSAGE_CONSTANT = re.compile(
+    r"(_ADVICE|_ERRORS?|_FAILURES|_REASONS|_WORDINGS|_FORMATS|_INSTEAD|_MODEL_KINDS)$|^(UNSUPPORTED|UNUSABLE|NOT_AN)"
+)
 MIN_MESSAGE_WORDS = 3
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -68,11 +74,21 @@ def render(node: ast.expr) -> str:
             return ""
 
 
+def name_of(node: ast.AST) -> str:
+    """Return the name of what a call calls, without the module; "" for other nodes."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
 def outer_strings(node: ast.AST) -> Iterator[str]:
-    """Yield the strings in a syntax tree that aren't parts of others."""
+    """Yield the strings in a syntax tree that aren't parts of others, except regular expressions."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re."):
+        return
     if isinstance(node, ast.expr) and (text := render(node)):
         yield text
         return
+    if isinstance(node, ast.Dict):  # its keys are no messages
+        node = ast.Tuple(node.values)
     for child in ast.iter_child_nodes(node):
         yield from outer_strings(child)
 
@@ -84,24 +100,76 @@ def messages_of(function: Function) -> Iterator[str]:
         returned = [node for node in nodes if isinstance(node, ast.Return | ast.Raise | ast.Assign | ast.Yield)]
         yield from (text for node in returned for text in outer_strings(node))
         return
-    raised = [node for node in nodes if isinstance(node, ast.Raise)]
-    names = {name.id for error in raised for name in ast.walk(error) if isinstance(name, ast.Name)}
+    errors = [node for node in nodes if isinstance(node, ast.Raise) or ERROR_CLASS.search(name_of(node))]
+    names = {name.id for error in errors for name in ast.walk(error) if isinstance(name, ast.Name)}
     for node in nodes:
-        is_named = isinstance(node, ast.Assign) and any(getattr(name, "id", "") in names for name in node.targets)
-        if is_named or isinstance(node, ast.Raise):
+        targets = [getattr(target, "id", "") for target in node.targets] if isinstance(node, ast.Assign) else []
+        is_part = any(name in names or MESSAGE_VARIABLE.search(name) for name in targets)
+        if is_part or node in errors:
             yield from outer_strings(node)
 
 
+def messages_of_class(error_class: ast.ClassDef) -> Iterator[str]:
+    """Yield the messages that an error's class passes to its base."""
+    if ERROR_CLASS.search(error_class.name):
+        calls = [node for node in ast.walk(error_class) if name_of(node) == "__init__"]
+        yield from (text for call in calls for text in outer_strings(call))
+
+
+def constants_in_errors(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the constants that errors are made with."""
+    errors = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) or ERROR_CLASS.search(name_of(node))]
+    yield from (
+        name.id for error in errors for name in ast.walk(error) if isinstance(name, ast.Name) and name.id.isupper()
+    )
+
+
+def messages_of_constant(assignment: ast.Assign | ast.AnnAssign, used_names: Set[str]) -> Iterator[str]:
+    """Yield the strings of a module's constant if it is among ``used_names``, or its name says what it is."""
+    targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
+    names = [getattr(target, "id", "") for target in targets]
+    if not assignment.value or not any(name in used_names or MESSAGE_CONSTANT.search(name) for name in names):
+        return
+    match assignment.value:
+        case ast.Tuple(elts=[ast.Tuple(), *_] as pairs):  # of a pattern and the message for it
+            yield from (text for pair in pairs for text in outer_strings(pair.elts[-1]))
+        case value:
+            yield from outer_strings(value)
+
+
+def messages_in(tree: ast.Module, used_names: Set[str]) -> Iterator[str]:
+    """Yield the messages in a file, in no particular order, some of them twice.
+
+    used_names: the constants that errors are made with, in all files.
+    """
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            yield from messages_of_constant(node, used_names)
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            yield from messages_of(node)
+        elif isinstance(node, ast.ClassDef):
+            yield from messages_of_class(node)
+
+
+def is_message(text: str) -> bool:
+    """Return whether a string has words, and isn't a code such as model_not_found."""
+    return " " in text and len(WORD.findall(text)) >= MIN_MESSAGE_WORDS
+
+
 def messages() -> dict[str, list[str]]:
-    """Return the messages of the errors in each file, each once, in the file's order."""
+    """Return the messages of the errors in each file, each once."""
+    trees = {
+        file.relative_to(ROOT).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for package in ("ovspec", "export/ovspec_export")
+        for file in sorted((ROOT / package).rglob("*.py"))
+    }
+    used_names = {name for tree in trees.values() for name in constants_in_errors(tree)}
     found: dict[str, list[str]] = {}
-    for package in ("ovspec", "export/ovspec_export"):
-        for file in sorted((ROOT / package).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
-            texts = [" ".join(text.split()) for function in functions for text in messages_of(function)]
-            if texts := [text for text in dict.fromkeys(texts) if len(WORD.findall(text)) >= MIN_MESSAGE_WORDS]:
-                found[file.relative_to(ROOT).as_posix()] = texts
+    for path, tree in trees.items():
+        texts = dict.fromkeys(" ".join(text.split()) for text in messages_in(tree, used_names))
+        if texts := [text for text in texts if is_message(text)]:
+            found[path] = texts
     return found
 
 

@@ -140,7 +140,7 @@ def test_the_template_of_several_is_that_of_hugging_face(tokenizer: Any, tmp_pat
         entries["chat_template"] = NAMED["default"]
     theirs = saved(tokenizer, tmp_path, **entries)
     if how == "only in the folder":
-        with pytest.raises(OvspecError, match=r"of its chat templates \(rag, tool_use\) none is the default; name one"):
+        with pytest.raises(OvspecError, match=r"none of its chat templates \(rag, tool_use\) is the default; choose"):
             load_chat_template(tmp_path)
         with pytest.raises(ValueError, match="no default"):
             theirs.apply_chat_template(MESSAGES)
@@ -164,10 +164,10 @@ def test_nothing_that_is_given_is_left_out_silently() -> None:
         (gemma, {"tools": TOOLS}, "doesn't read tools; leave it out"),
         (qwen, {"documents": DOCUMENTS}, "doesn't read documents; leave it out"),
         (qwen, {"variables": {"documents": DOCUMENTS}}, "doesn't read documents"),
-        (qwen, {"tools": {"type": "function"}}, "tools for a chat template must be a list of objects"),
-        (qwen, {"tools": ["get_weather"]}, "tools for a chat template must be a list of objects"),
-        (qwen, {"documents": "text"}, "documents for a chat template must be a list of objects"),
-        (qwen, {"variables": {"messages": []}}, "can't set messages, which isn't a variable"),
+        (qwen, {"tools": {"type": "function"}}, "`chat_template_kwargs`: tools must be a list of objects"),
+        (qwen, {"tools": ["get_weather"]}, "`chat_template_kwargs`: tools must be a list of objects"),
+        (qwen, {"documents": "text"}, "`chat_template_kwargs`: documents must be a list of objects"),
+        (qwen, {"variables": {"messages": []}}, "can't set messages, a reserved name"),
         (qwen, {"variables": {"add_generation_prompt": False}}, "can't set add_generation_prompt"),
         (qwen, {"variables": {"enable_thinking": {1}}}, "JSON"),
     ]
@@ -242,5 +242,5 @@ def test_files_of_more_templates_belong_to_the_model(tmp_path: Path) -> None:
     assert hash_prompt_files(folder) != hash_prompt_files(source)
     model = ExportedModel("a", "fp32", {}, [])
     Manifest(model, None, {}, {}).write_to_folder(folder)
-    with pytest.raises(OvspecError, match=r"tool_use\.jinja: not a file of the export"):
+    with pytest.raises(OvspecError, match=r"tool_use\.jinja: not part of the export"):
         read_manifest(folder, verify=True)

@@ -60,7 +60,7 @@ def test_templates_that_take_parts_get_them() -> None:
     assert "One.Two." in gemma.render_prompt(chat)
     assert "One.\nTwo." in qwen.render_prompt([{"role": "user", "content": parts("One.", "Two.")}])
     for wrong in ([{"type": "image"}], ["text"], [{"type": "text", "text": 1}]):
-        with pytest.raises(PromptError, match="can't be read; only text can"):
+        with pytest.raises(PromptError, match="is not supported; send text"):
             qwen.render_prompt([{"role": "user", "content": wrong}])
     untyped = [{"role": "user", "content": [{"text": "One."}]}]
     assert "One." in gemma.render_prompt(untyped) and "One." in qwen.render_prompt(untyped)

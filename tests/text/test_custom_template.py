@@ -101,14 +101,17 @@ def test_what_can_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("chatlm", r"`chat_template` is 'chatlm', neither a file nor one of tool_use, chatml, deepseek, "),
-        ("a\0b", "neither a file nor one of"),
-        ("a" * 5000, "neither a file nor one of"),
-        (Path("no/where.jinja"), r"'no[/\\]where.jinja', neither a file nor one of"),
+        (
+            "chatlm",
+            r"`chat_template` is 'chatlm'; it must be a file, a template's text or one of tool_use, chatml, deepseek, ",
+        ),
+        ("a\0b", "it must be a file, a template's text or one of"),
+        ("a" * 5000, "it must be a file, a template's text or one of"),
+        (Path("no/where.jinja"), r"'no[/\\]where.jinja'; it must be a file, a template's text or one of"),
         ("{% for", "`chat_template`: the given text cannot render these messages: "),
         ("{{ raise_exception('only tools') }}", "the given text cannot render these messages: only tools."),
-        ("{{ bos_token }}", "the given text doesn't show what the user says; is it a chat template"),
-        (Path(__file__), "test_custom_template.py (doesn't show what the user says|cannot render)"),
+        ("{{ bos_token }}", "the given text doesn't render the user's message; is it a chat template"),
+        (Path(__file__), "test_custom_template.py (doesn't render the user's message|cannot render)"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(given: str | Path, told: str) -> None:

@@ -106,7 +106,7 @@ def test_recommended_sampling_is_that_of_hugging_face(
 )
 def test_a_wrong_recommendation_is_refused_where_it_is_used(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
     saved(tmp_path, {"do_sample": True} | wrong)
-    with pytest.raises(OvspecError, match=f"generation_config.json: {told}.*again, or give `temperature=0`"):
+    with pytest.raises(OvspecError, match=f"generation_config.json: {told}.*again, or set `temperature=0`"):
         read_recommended_sampling(tmp_path, {"typical_p": 0.5})
     assert read_recommended_sampling(tmp_path, {"temperature": 0.0}) == {}
 

@@ -103,7 +103,7 @@ def test_of_several_families_the_one_with_most_tokens_is_meant() -> None:
 
 @pytest.mark.parametrize("names", [(), ("<|fim_prefix|>", "<|fim_middle|>"), ("<|repo_name|>", "<|file_sep|>")])
 def test_vocabularies_without_the_tokens(names: tuple[str, ...]) -> None:
-    with pytest.raises(PromptError, match=r"^This model's vocabulary has no fill-in-the-middle tokens; .*[.]$"):
+    with pytest.raises(PromptError, match=r"^The model's vocabulary has no fill-in-the-middle tokens; .*[.]$"):
         written(vocabulary(*names))
 
 

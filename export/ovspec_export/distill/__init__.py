@@ -1,1 +1,1 @@
-"""Make a head or a draft for a model, on the machine that will use it: ``ovspec distill``."""
+"""Train a head or a draft for a model, on the machine it will run on: ``ovspec distill``."""

@@ -36,16 +36,16 @@ class DocumentCounts:
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """The result of a distillation, and how it was made.
+    """The result of a distillation, and its settings.
 
-    run: tells runs apart; a stopped one replaces its own result when it goes on.
-    kind: a ``ResultKind``. model, revision: the target's name and revision. draft: what was taught.
-    complete: whether the time or the tokens that were asked for are reached.
-    seconds: of each stage. tokens: trained on, counted as often as they were read.
-    data: what was learnt from, by its source. held_out: what was only judged on.
-    lost: of a trimmed vocabulary, the share of the target's tokens that it doesn't have.
+    run: identifies a run; a continued run replaces its own result.
+    kind: a ``ResultKind``. model, revision: the target's name and revision. draft: what was trained further.
+    complete: whether the requested time or tokens are reached.
+    seconds: by stage. tokens: training tokens, counted each time they are read.
+    data: the training data, by source. held_out: the evaluation data.
+    lost: of a trimmed vocabulary, the share of the target's tokens missing in it.
     machine: the name of the processor. agreement: how often the guess at depth 1, 2, ... is the model's choice.
-    rows: of the benchmark, as ``ovspec bench --json`` prints them.
+    rows: of the benchmark, as in ``ovspec bench --json``.
     """
 
     run: str
@@ -65,7 +65,7 @@ class ResultRecord:
 
 
 def read_record(folder: Path) -> ResultRecord | None:
-    """Return what ``distill.json`` in a folder says, or None if it isn't a result."""
+    """Return the record in a folder's ``distill.json``, or None if the folder isn't a result."""
     if not (folder / RECORD_FILE).is_file():
         return None
     try:
@@ -83,7 +83,7 @@ def write_record_and_card(record: ResultRecord, result_name: str, folder: Path) 
 def format_card(record: ResultRecord, result_name: str) -> str:
     """Return the card of the result called ``result_name``."""
     revision_note = f", revision {record.revision[:12]}" if record.revision else ""
-    origin_sentence = f" It was made of {record.draft}." if record.draft else ""
+    origin_sentence = f" It was made from {record.draft}." if record.draft else ""
     head_sentence = (
         " It reads the model's own hidden states and works with no other model."
         if record.kind in ("head", "mtp")
@@ -111,7 +111,7 @@ def format_card(record: ResultRecord, result_name: str) -> str:
 
 
 def list_facts(record: ResultRecord) -> list[str]:
-    """Return the facts on how the result was made, a line each."""
+    """Return the facts about the result's training, a line each."""
     total_seconds = sum(record.seconds.values())
     unit, unit_name = (3600, "hours") if total_seconds >= 3600 else (60, "minutes")
     stage_times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in record.seconds.items() if seconds)

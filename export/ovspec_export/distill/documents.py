@@ -1,4 +1,4 @@
-"""The documents that a head or a draft learns from: their file, the user's own texts and chats, and near-duplicates."""
+"""The training documents of a head or a draft: their file, the user's own texts and chats, and near-duplicates."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ovspec.text.tokenizer import Tokenizer
 
 MAX_DOCUMENT_TOKENS = 1024  # of a document
 HELD_OUT_DIVISOR = 20  # one of so many documents is held out
-TEXT_PART_BYTES = 32_000  # bytes of a text that is held out whole, about 8,000 tokens
-RUN_TOKENS = 8  # tokens, by which documents are compared
-MAX_TAIL_BYTES = 1 << 20  # bytes, more than a document has in its file
-BINARY_CHECK_BYTES = 1 << 13  # bytes of a file in which a binary one shows
+TEXT_PART_BYTES = 32_000  # bytes of a text held out as a whole, about 8,000 tokens
+RUN_TOKENS = 8  # tokens per run for comparing documents
+MAX_TAIL_BYTES = 1 << 20  # bytes, more than any document takes in its file
+BINARY_CHECK_BYTES = 1 << 13  # bytes of a file examined for binary content
 CHATS_SUFFIX = ".jsonl"
 CHAT_LINE_FORMATS = (
     'a line must be {"messages": [...]}, a list of {"role": ..., "content": ...}, or {"prompt": ..., "completion": ...}'
@@ -37,11 +37,11 @@ CHAT_LINE_FORMATS = (
 class Document:
     """A text as tokens.
 
-    ids: all tokens, those of the template included.
-    answer: index of the first token of the answer; 0 if all of the text counts.
-    source: whether the model wrote its answer itself ("own"), or who uses the model gave it.
-    greedy: whether the model chose the answer greedily.
-    held_out: for judging only, never trained on.
+    ids: all tokens, including the template's.
+    answer: index of the first token of the answer; 0 if the whole text counts.
+    source: "own" for the model's own answer, "chats" or "text" for the user's data.
+    greedy: whether the answer is greedy.
+    held_out: for evaluation only, never trained on.
     """
 
     ids: list[int]
@@ -55,7 +55,7 @@ class Document:
 
 
 def read_documents(file: Path) -> list[Document]:
-    """Return the documents in ``file``, a JSON object a line, without a last line that was cut off.
+    """Return the documents in ``file``, a JSON object a line, without a truncated last line.
 
     Raises:
         OvspecError: another line is damaged.
@@ -68,7 +68,9 @@ def read_documents(file: Path) -> list[Document]:
         try:
             documents.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise OvspecError(f"{file}: line {line_number} is damaged; delete the folder and start again.") from None
+            raise OvspecError(
+                f"{file}: line {line_number} is damaged; delete the work folder and start again."
+            ) from None
     return documents
 
 
@@ -79,7 +81,7 @@ def write_first_documents(file: Path, documents: Iterable[Document]) -> None:
 
 
 def append_documents(file: Path, documents: Iterable[Document]) -> None:
-    """Append documents to ``file``, in place of a last line that was cut off, and wait until they are on the disk."""
+    """Append documents to ``file``, replacing a truncated last line, and wait until they are on the disk."""
     with file.open("ab+") as stream:
         stream.truncate(find_last_line_end(stream))
         stream.write(msgspec.json.Encoder().encode_lines(documents))
@@ -87,7 +89,7 @@ def append_documents(file: Path, documents: Iterable[Document]) -> None:
 
 
 def find_last_line_end(stream: BinaryIO) -> int:
-    """Return where the last complete line of a file ends."""
+    """Return the end of the last complete line of a file."""
     file_bytes = stream.seek(0, os.SEEK_END)
     tail_start = stream.seek(max(0, file_bytes - MAX_TAIL_BYTES))
     return tail_start + stream.read().rfind(b"\n") + 1
@@ -107,13 +109,13 @@ def hash_token_runs(ids: Sequence[int]) -> np.ndarray:
 
 
 def is_looping(ids: Sequence[int]) -> bool:
-    """Return whether a text has got into a loop: half of its runs were there before."""
+    """Return whether a text is in a loop: half of its runs occurred before."""
     hashes = hash_token_runs(ids)
     return len(np.unique(hashes)) < len(hashes) / 2
 
 
 class SeenTokenRuns:
-    """The runs of tokens that documents have. A table of bits: after 3 million tokens, 1 % of others pass for seen."""
+    """The token runs of the documents. A table of bits: after 3 million tokens, 1 % of new runs pass for seen."""
 
     HASH_BITS = 28
 
@@ -125,12 +127,12 @@ class SeenTokenRuns:
         np.bitwise_or.at(self._bit_table, byte_indices, bit_masks)
 
     def is_near_duplicate(self, ids: Sequence[int]) -> bool:
-        """Return whether a text is a near-duplicate: more than half of its runs were added."""
+        """Return whether a text is a near-duplicate: more than half of its runs are known."""
         byte_indices, bit_masks = self._locate_table_bits(ids)
         return bool(np.mean((self._bit_table[byte_indices] & bit_masks) > 0) > 0.5)
 
     def _locate_table_bits(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return in which byte of the table each run is, and its bit there."""
+        """Return the byte and the bit of each run in the table."""
         bit_numbers = hash_token_runs(ids) >> np.uint64(64 - self.HASH_BITS)
         return bit_numbers >> np.uint64(3), np.uint8(1) << (bit_numbers & np.uint64(7)).astype(np.uint8)
 
@@ -140,24 +142,24 @@ def compute_tokens_checksum(ids: Sequence[int]) -> int:
 
 
 def is_held_out(ids: Sequence[int]) -> bool:
-    """Return whether what begins with ``ids`` is held out; so are all answers to a question, or none."""
+    """Return whether documents that begin with ``ids`` are held out; so are all answers to a question, or none."""
     return compute_tokens_checksum(ids) % HELD_OUT_DIVISOR == 0
 
 
 def choose_held_out_checksums(checksums: Iterable[int]) -> set[int]:
-    """Return which of the texts with these checksums are held out: a twentieth, if there are at least four."""
+    """Return the checksums of the texts to hold out: a twentieth, if there are at least four."""
     sorted_checksums = sorted(set(checksums))
     return (
         set(sorted_checksums[: -(-len(sorted_checksums) // HELD_OUT_DIVISOR)]) if len(sorted_checksums) >= 4 else set()
     )
 
 
-# ---------------------------------------------------------------- what the user gives
+# ---------------------------------------------------------------- the user's data
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat of the user's; ``location`` is where it was read, for errors."""
+    """A chat of the user's; ``location`` is its place in the files, for errors."""
 
     messages: list[Message]
     tools: list[JsonObject]
@@ -171,7 +173,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class UserTexts:
-    """What the user gives: texts, each a file's, and chats. ``skipped_files``: number of files without text."""
+    """The user's data: texts, one per file, and chats. ``skipped_files``: number of files without text."""
 
     texts: list[str]
     chats: list[Chat]
@@ -179,9 +181,9 @@ class UserTexts:
 
 
 class CandidateDocument(NamedTuple):
-    """A document that may be a near-duplicate, which shows in its tokens from ``content_start`` on.
+    """A document that may be a near-duplicate, judging by its tokens from ``content_start`` on.
 
-    part_checksum: of the text or prompt that it belongs to; all documents of a part are held out, or none.
+    part_checksum: of its text or prompt; all documents of a part are held out, or none.
     """
 
     document: Document
@@ -190,17 +192,17 @@ class CandidateDocument(NamedTuple):
 
 
 def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
-    """Read the user's files: texts, and chats in those that end in .jsonl. Folders are read with all that is in them.
+    """Read the user's files: texts, and chats in .jsonl files. Folders are read recursively.
 
     Raises:
-        OvspecError: there is no such file, it holds no text, or a line isn't a chat.
+        OvspecError: a file is missing or has no text, or a line isn't a chat.
     """
     texts = list[str]()
     chats = list[Chat]()
     skipped_files = 0
     for path in map(Path, paths):
         if not path.exists():
-            raise OvspecError(f"{path}: no such file or folder; name a text file, or a folder of them.")
+            raise OvspecError(f"{path}: no such file or folder; give a text file, or a folder of text files.")
         count_before = len(texts) + len(chats)
         for file in list_visible_files(path):
             text = read_utf8_text(file)
@@ -214,12 +216,12 @@ def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
             elif text.strip():
                 texts.append(text)
         if len(texts) + len(chats) == count_before:
-            raise OvspecError(f"{path}: contains no text; name a text file in UTF-8, or a folder of them.")
+            raise OvspecError(f"{path}: contains no text; give a text file in UTF-8, or a folder of text files.")
     return UserTexts(texts, chats, skipped_files)
 
 
 def list_visible_files(path: Path) -> Iterator[Path]:
-    """Yield ``path``, or the files in a folder and in those in it, except hidden ones."""
+    """Yield ``path``, or the files in a folder and its subfolders, except hidden files."""
     if path.is_file():
         yield path
     for folder, subfolder_names, file_names in os.walk(path):
@@ -230,7 +232,7 @@ def list_visible_files(path: Path) -> Iterator[Path]:
 
 
 def read_utf8_text(file: Path) -> str | None:
-    """Return the text in a file; None if it is none, or can't be read."""
+    """Return the text in a file; None if the file isn't text or is unreadable."""
     try:
         with file.open("rb") as stream:
             if b"\0" in stream.read(BINARY_CHECK_BYTES):
@@ -264,7 +266,7 @@ def parse_chat(line: str, location: str) -> Chat:
 
 
 def to_messages(role: str, content: JsonValue) -> list[Message]:
-    """Return what a line has of one side as messages: none, a text, or messages already."""
+    """Return one side of a line as messages: none, a text, or messages already."""
     if not content or isinstance(content, list):
         return content or []
     return [{"role": role, "content": content}]
@@ -281,19 +283,19 @@ def is_message(message: JsonValue) -> bool:
 def make_user_documents(
     user_texts: UserTexts, prompt_encoder: PromptEncoder, seen_runs: SeenTokenRuns
 ) -> list[Document]:
-    """Return the documents of what the user gives, without near-duplicates, and add them to ``seen_runs``.
+    """Return the documents of the user's data, without near-duplicates, and add them to ``seen_runs``.
 
-    Their order depends only on their text, so that their first ones are a sample of all.
+    Their order depends only on their text, so the first ones are a sample of all.
 
     Raises:
         OvspecError: the model has no chat template, or it can't render a chat.
     """
     text_candidates = make_text_candidates(user_texts.texts, prompt_encoder.tokenizer)
     chat_candidates = make_chat_candidates([chat for chat in user_texts.chats if chat.is_answered], prompt_encoder)
-    # Near-duplicates go first: of texts in many versions, what was held out before would nearly all be dropped below.
+    # Near-duplicates go first: of texts in many versions, nearly all held-out ones would otherwise be dropped below.
     candidates = [*mark_held_out(drop_near_duplicates(text_candidates, SeenTokenRuns()))]
     candidates += mark_held_out(drop_near_duplicates(chat_candidates, SeenTokenRuns()))
-    # Those held out come last, because no training document may be like them.
+    # Held-out documents come last, because no training document may resemble them.
     distinct_candidates = drop_near_duplicates(
         sorted(candidates, key=lambda candidate: candidate.document.held_out), seen_runs
     )
@@ -304,7 +306,7 @@ def make_user_documents(
 
 
 def drop_near_duplicates(candidates: Iterable[CandidateDocument], seen_runs: SeenTokenRuns) -> list[CandidateDocument]:
-    """Return the candidates without near-duplicates of ``seen_runs`` and earlier ones, which it adds to it."""
+    """Return the candidates without near-duplicates of ``seen_runs`` and of each other, and add them to it."""
     distinct_candidates = list[CandidateDocument]()
     for candidate in candidates:
         if not seen_runs.is_near_duplicate(candidate.document.ids[candidate.content_start :]):
@@ -314,7 +316,7 @@ def drop_near_duplicates(candidates: Iterable[CandidateDocument], seen_runs: See
 
 
 def mark_held_out(candidates: Sequence[CandidateDocument]) -> list[CandidateDocument]:
-    """Return the candidates of one kind, a twentieth of whose parts are held out."""
+    """Return the candidates of one kind, with a twentieth of their parts held out."""
     held_out_checksums = choose_held_out_checksums(candidate.part_checksum for candidate in candidates)
     return [
         candidate._replace(document=replace(candidate.document, held_out=candidate.part_checksum in held_out_checksums))
@@ -323,7 +325,7 @@ def mark_held_out(candidates: Sequence[CandidateDocument]) -> list[CandidateDocu
 
 
 def make_text_candidates(texts: Iterable[str], tokenizer: Tokenizer) -> list[CandidateDocument]:
-    """Cut texts into documents, each with the BOS that the model's prompts have."""
+    """Cut texts into documents, each with the BOS of the model's prompts."""
     bos_ids = tokenizer.prefix_ids
     max_content_tokens = MAX_DOCUMENT_TOKENS - len(bos_ids)
     candidates = list[CandidateDocument]()
@@ -373,7 +375,7 @@ def is_line_boundary(previous_id: int, next_id: int, tokenizer: Tokenizer) -> bo
 
 
 def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -> list[CandidateDocument]:
-    """Make documents of chats; all that follows the first answer counts. Chats with the same prompt stay together."""
+    """Make documents of chats, trained from the first answer on. Chats with the same prompt stay together."""
     candidates = list[CandidateDocument]()
     for chat in chats:
         try:
@@ -382,7 +384,7 @@ def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -
         except OvspecError as error:
             raise OvspecError(f"{chat.location}: {error}") from None
         prompt_checksum = compute_tokens_checksum(ids[:answer_start])
-        dropped_tokens = max(0, answer_start - MAX_DOCUMENT_TOKENS // 2)  # of a long prompt, the end matters
+        dropped_tokens = max(0, answer_start - MAX_DOCUMENT_TOKENS // 2)  # the end of a long prompt is kept
         answer_start -= dropped_tokens
         content_start -= dropped_tokens
         for piece_ids in cut_tokens(ids[dropped_tokens:], MAX_DOCUMENT_TOKENS, prompt_encoder.tokenizer):
@@ -395,9 +397,9 @@ def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -
 
 
 def encode_chat(chat: Chat, prompt_encoder: PromptEncoder) -> tuple[list[int], int]:
-    """Return the tokens of a chat, and at which its first answer begins.
+    """Return the tokens of a chat, and the index of its first answer.
 
-    Those before are the prompt as the model gets it, unless the template writes a prompt otherwise once it is answered.
+    The tokens before it are the model's prompt, unless the template writes an answered prompt differently.
     """
     encode = prompt_encoder.tokenizer.encode
     messages = chat.messages
@@ -417,14 +419,14 @@ def encode_chat(chat: Chat, prompt_encoder: PromptEncoder) -> tuple[list[int], i
 
 
 def find_content_start(chat: Chat, ids: list[int], prompt_encoder: PromptEncoder) -> int:
-    """Return at which token of a chat the first message of the user begins, which no other chat need have."""
+    """Return the token index of a chat's first user message, where chats begin to differ."""
     first_user_index = next(index for index, message in enumerate(chat.messages) if message["role"] == "user")
     other_messages = [*chat.messages[:first_user_index], {"role": "user", "content": "?"}]
     return Tokens(ids).common_prefix_length(prompt_encoder.encode(other_messages, tools=chat.tools))
 
 
 def encode_unanswered_chats(user_texts: UserTexts, prompt_encoder: PromptEncoder) -> list[list[int]]:
-    """Return the tokens of the chats that the model is to answer."""
+    """Return the tokens of the chats for the model to answer."""
     encoded_chats = list[list[int]]()
     for chat in user_texts.chats:
         if not chat.is_answered:

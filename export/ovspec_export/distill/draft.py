@@ -1,4 +1,4 @@
-"""Teach a draft model what its target would say: it learns the target's likeliest tokens (distillation)."""
+"""Train a draft model on its target's likeliest tokens (distillation)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ovspec_export.distill.work_folder import TRAINING_STATE_FILE
 
 STEP_TOKENS = 1024
 PEAK_LEARNING_RATE = 1e-4  # the highest
-JUDGED_GUESSES = 3  # guesses in a row that are judged
+JUDGED_GUESSES = 3  # consecutive guesses to evaluate
 MAX_LOGIT_DIFFERENCE = 1e-2  # between documents packed and alone, as a share of the logits' spread
 
 
 class DraftStudent:
-    """A draft model that learns.
+    """A draft model in training.
 
     packs_documents: whether documents can share an inference without seeing each other.
     """
@@ -91,7 +91,7 @@ class DraftStudent:
 
 
 def compute_draft_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits [n, vocabulary] after each token; positions that begin anew tell where a document begins."""
+    """Return the logits [n, vocabulary] after each token; positions start anew with each document."""
     return model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False).logits[0].float()
 
 
@@ -104,7 +104,7 @@ def train_draft(
     trust_remote_code: bool,
     torch_device: str = "cpu",
 ) -> None:
-    """Teach the draft model of the checkpoint ``source`` for about ``seconds``, or until it has seen ``tokens``."""
+    """Train the draft model of the checkpoint ``source`` for about ``seconds``, or until it has seen ``tokens``."""
     from ovspec_export.patches import adapt_optimum
     from ovspec_export.quantised import load_checkpoint_model
 
@@ -122,7 +122,7 @@ def train_draft(
 
 @torch.no_grad()
 def can_pack_documents(model: nn.Module, examples: Sequence[Example]) -> bool:
-    """Return whether documents that share an inference get the logits that each gets alone."""
+    """Return whether documents in a shared inference get the same logits as alone."""
     if len(examples) < 2:
         return True
     first_examples = [examples[0], examples[1]]

@@ -1,8 +1,8 @@
-"""What the target computes on the documents: kept in shards, because computing it takes longer than reading it.
+"""The target's features for the documents: kept in shards, because computing them takes longer than reading them.
 
-For each token of a document a shard has ``features`` [tokens, layers * hidden] (what some layers read, side by side),
-``final`` [tokens, hidden] (what the lm_head reads), and ``choices`` and ``logprobs`` [tokens, TOP] (the likeliest next
-tokens). They are computed by OpenVINO from the exported model, which is what a head will draft for.
+For each token of a document a shard has ``features`` [tokens, layers * hidden] (some layers' inputs, concatenated),
+``final`` [tokens, hidden] (the lm_head's input), and ``choices`` and ``logprobs`` [tokens, TOP] (the likeliest next
+tokens). OpenVINO computes them from the exported model, the future target of the head.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import Document, read_documents
 from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_TABLES_FILE
 
-CHOICE_COUNT = 16  # of the likeliest tokens that are kept
+CHOICE_COUNT = 16  # number of likeliest tokens to keep
 SHARD_BYTES = 64e6  # bytes
 # Activations share a scale in larger groups than usual: a long text is read faster, and a head learns as well.
 DEVICE_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128", "CACHE_DIR": ""}
 REPORT_SECONDS = 2.0  # seconds between two reports of progress
-ROWS_AT_ONCE = 4096  # of the embedding that are read at once
+ROWS_AT_ONCE = 4096  # embedding rows to read at once
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with what the target computes on ``document_count`` documents from number ``first_document`` on."""
+    """A file with the target's features for ``document_count`` documents from number ``first_document`` on."""
 
     file: Path
     first_document: int
@@ -50,7 +50,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Example:
-    """A document and what the target computes on it, a row for each token; features and final are bf16."""
+    """A document and the target's features for it, a row for each token; features and final are bf16."""
 
     document: Document
     ids: Tensor
@@ -71,13 +71,13 @@ def write_features(
     torch_device: str = "",
     trust_remote_code: bool = False,
 ) -> None:
-    """Compute on documents that have no shard yet, for about ``seconds``, while shards have less than ``max_bytes``.
+    """Compute features of documents without a shard, for about ``seconds``, while shards have less than ``max_bytes``.
 
     Args:
         model: the exported target.
-        layers: the target's layers whose inputs are kept, beside what its lm_head reads; None for a draft model, which
+        layers: the target layers whose inputs are kept, besides its lm_head's input; None for a draft model, which
             learns from choices alone.
-        checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
+        checkpoint: the target's, for torch to compute the features in place of OpenVINO, on ``torch_device``.
         model_type: its family.
     """
     began = time.monotonic()
@@ -122,7 +122,7 @@ def is_time_over(began: float, seconds: float) -> bool:
 
 
 def write_shard(file: Path, first_document: int, documents_tensors: list[dict[str, Tensor]]) -> None:
-    """Write what was computed on documents from number ``first_document`` on, and where each begins."""
+    """Write the tensors of documents from number ``first_document`` on, and the start of each document."""
     tensors = {
         name: torch.cat([document_tensors[name] for document_tensors in documents_tensors])
         for name in documents_tensors[0]
@@ -152,7 +152,7 @@ def list_shards(folder: Path) -> list[Shard]:
 
 @dataclass(frozen=True)
 class ShardSpan:
-    """Where a document's rows are in an open shard."""
+    """The rows of a document in an open shard."""
 
     document: Document
     shard_file: safe_open
@@ -160,7 +160,7 @@ class ShardSpan:
     end_row: int
 
     def read_tensors(self, *names: str) -> list[Tensor]:
-        """Return some of its tensors; empty ones for those that the shard doesn't have."""
+        """Return some of its tensors; empty ones for tensors missing in the shard."""
         stored_names = self.shard_file.keys()
         empty_tensor = torch.empty((self.end_row - self.first_row, 0))
         return [
@@ -170,7 +170,7 @@ class ShardSpan:
 
 
 class Examples(Sequence[Example]):
-    """Documents that have a shard, read from the disk each time that they are asked for."""
+    """Documents with a shard, read from the disk at each access."""
 
     def __init__(self, spans: list[ShardSpan]) -> None:
         self.spans = spans
@@ -183,16 +183,16 @@ class Examples(Sequence[Example]):
         ids, features, final_states, choices, logprobs = span.read_tensors(
             "ids", "features", "final", "choices", "logprobs"
         )
-        if not features.shape[1]:  # an MTP layer's, which reads what the lm_head reads
+        if not features.shape[1]:  # an MTP layer's input is the lm_head's
             features = final_states
         return Example(span.document, ids, features, final_states, choices, logprobs)
 
 
 def read_examples(work: Path, held_out: bool) -> Examples:
-    """Return the documents in a work folder that are held out, or those that aren't.
+    """Return the documents in a work folder that are held out, or all others.
 
     Raises:
-        OvspecError: a shard is of other documents.
+        OvspecError: a shard belongs to other documents.
     """
     documents = read_documents(work / DOCUMENTS_FILE)
     spans = list[ShardSpan]()
@@ -208,7 +208,7 @@ def read_examples(work: Path, held_out: bool) -> Examples:
 
 
 def make_openvino_computation(model: Path, layers: list[int] | None) -> Callable[[list[int]], dict[str, Tensor]]:
-    """Return a function that computes what a shard keeps of a document's ids."""
+    """Return a function that computes a shard's tensors from a document's ids."""
     options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
     compiled_model = compile_ir(
         model, options, lambda graph: replace_logits_by_shard_outputs(graph, layers)
@@ -235,11 +235,11 @@ def make_openvino_computation(model: Path, layers: list[int] | None) -> Callable
 def make_torch_computation(
     checkpoint: str, model_type: str, layers: list[int] | None, device: str, trust_remote_code: bool
 ) -> Callable[[list[int]], dict[str, Tensor]]:
-    """Return a function that computes what a shard keeps of a document's ids, with the checkpoint in torch."""
+    """Return a function that computes a shard's tensors from a document's ids, with the checkpoint in torch."""
     from ovspec_export.patches import adapt_optimum
     from ovspec_export.quantised import load_checkpoint_model
 
-    dtype_options = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU computes in the checkpoint's own type
+    dtype_options = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU uses the checkpoint's own type
     model = load_checkpoint_model(checkpoint, trust_remote_code, **dtype_options, **adapt_optimum(model_type)).to(
         device
     )
@@ -251,7 +251,7 @@ def make_torch_computation(
         logprobs, choices = model_output.logits[0].float().log_softmax(-1).topk(CHOICE_COUNT)
         tensors = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
         if layers is not None:
-            hidden_states = model_output.hidden_states  # what each layer reads, and last what the lm_head reads
+            hidden_states = model_output.hidden_states  # each layer's input, and last the lm_head's input
             if layers:
                 tensors["features"] = torch.cat([hidden_states[layer][0] for layer in layers], -1).cpu()
             tensors["final"] = hidden_states[-1][0].cpu()
@@ -261,7 +261,7 @@ def make_torch_computation(
 
 
 def make_shard_tensors(ids: list[int], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what was computed in the types that a shard has."""
+    """Return the computed tensors in the types of a shard."""
     shard_dtypes = {
         "features": torch.bfloat16,
         "final": torch.bfloat16,
@@ -299,7 +299,7 @@ def require_lm_head(model: ov.Model) -> ov.Node:
 def write_embedding_and_lm_head(folder: Path, file: Path) -> None:
     """Write the target's ``embedding`` and ``lm_head`` [vocabulary, hidden], as its IR has them, in bf16.
 
-    One that is tied to the other is left out.
+    One of them is left out if it is tied to the other.
     """
     model = read_openvino_model(folder)
     lm_head = require_lm_head(model)
@@ -317,7 +317,7 @@ def write_embedding_and_lm_head(folder: Path, file: Path) -> None:
 
 
 def compute_constant_rows(matrix: ov.Output, row_axis: int) -> Tensor:
-    """Return the rows along ``row_axis`` of a matrix in a graph that follows from constants, in bf16."""
+    """Return the rows along ``row_axis`` of a matrix computed from constants in a graph, in bf16."""
     row_indices = ops.parameter([-1], ov.Type.i64)
     picked_rows: ov.Node = ops.gather(matrix, row_indices, ops.constant(row_axis, dtype=ov.Type.i64))
     if row_axis:

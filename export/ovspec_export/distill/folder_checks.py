@@ -16,17 +16,17 @@ from ovspec_export.sources import Source
 
 
 def check_folders_apart(target: Source, output: Path, work_folder: Path) -> None:
-    """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
+    """Raise OvspecError if the output or work folder overlaps with the target or the other folder."""
     target_folder = target.path.resolve()
     for option, folder in (("output", output), ("work", work_folder)):
         if folder == target_folder or target_folder in folder.parents or folder in target_folder.parents:
-            raise OvspecError(f"{folder}: is, contains or is inside the source {target.name}; name another `{option}`.")
+            raise OvspecError(f"{folder}: overlaps with the source {target.name}; choose another `{option}`.")
     if work_folder == output or output in work_folder.parents or work_folder in output.parents:
-        raise OvspecError(f"{work_folder}: is, contains or is inside the output; name another `work`.")
+        raise OvspecError(f"{work_folder}: overlaps with the output; choose another `work`.")
 
 
 def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> None:
-    """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
+    """Raise OvspecError if a file is missing, or has content other than texts, chats or topics."""
     if skipped_files := read_user_texts(path.expanduser() for path in text_paths).skipped_files:
         print_note(f"{skipped_files} file{'s' * (skipped_files > 1)} in the folders hold no text, and are left out")
     if topics_file:
@@ -34,12 +34,14 @@ def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> No
 
 
 def check_result_folder(output: Path, run_id: str | None, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` holds something else than a result, or one that is not to be replaced.
+    """Raise OvspecError if ``output`` holds anything but a result, or a result that is not to be replaced.
 
-    What an earlier process has written for the same ``run_id`` is replaced in any case.
+    The result of an earlier process with the same ``run_id`` is replaced in any case.
     """
     restore_backup(output)
     record = read_record(output)
     if has_manifest(output) and not record and not read_raw_manifest(output).get("unfinished"):
-        raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
+        raise OvspecError(
+            f"{output}: contains an exported model, not the result of distilling; choose another `output`."
+        )
     check_output_folder(output, overwrite or bool(record and record.run == run_id))

@@ -1,4 +1,4 @@
-"""What a new head or draft brings: plain decoding, the old draft and the new one in turns, on texts held out."""
+"""The gain of a new head or draft: plain decoding, the old draft and the new one in turns, on held-out texts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ovspec_export.distill.documents import read_documents
 
 MAX_PROMPTS = 8
 MAX_GENERATED_TOKENS = 96
-MIN_PROMPTS, MIN_GENERATED_TOKENS = 2, 32  # texts and tokens of each, where there is little time
-PLAIN_PROMPT_TOKENS = 64  # tokens of a plain text that are a prompt
+MIN_PROMPTS, MIN_GENERATED_TOKENS = 2, 32  # texts, and tokens of each, if time is short
+PLAIN_PROMPT_TOKENS = 64  # tokens of a plain text used as a prompt
 OLD_DRAFT_MODE = "old draft"
 
 
@@ -24,8 +24,8 @@ def measure_gain(
 
     Args:
         model, new_draft, old_draft: exported folders.
-        documents_file: the documents, of which those that are held out are used.
-        output: the file for the rows, as ``ovspec bench --json`` prints them; the new draft's is the last one.
+        documents_file: the documents, for their held-out part.
+        output: the file for the rows, as in ``ovspec bench --json``; the new draft's is last.
     """
     import ovspec
     from ovspec.api.timing import default_prompts, summarize_mode, time_modes
@@ -52,7 +52,7 @@ def measure_gain(
 
 
 def read_held_out_prompts(documents_file: Path, max_prompts: int = MAX_PROMPTS, source: str = "") -> list[list[int]]:
-    """Return the beginnings of ``max_prompts`` texts that are held out, spread over all of them: each up to its answer.
+    """Return the beginnings of ``max_prompts`` held-out texts, spread over all of them: each up to its answer.
 
     source: of the documents; by default any.
     """
@@ -73,7 +73,7 @@ def is_new_draft_fastest(rows: list[JsonObject]) -> bool:
 
 
 def describe_missing_gain(result_name: str, rows: list[JsonObject]) -> str:
-    """Return the sentence that says that nothing was gained."""
+    """Return the sentence that reports that nothing was gained."""
     new_row = rows[-1]
     old_row = next((row for row in rows if row["mode"] == OLD_DRAFT_MODE), None)
     speed_text = "no speed-up"

@@ -1,4 +1,4 @@
-"""Teach a head: a new one, or one that was trained before."""
+"""Train a head: a new one, or one trained before."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from ovspec_export.head_layout import read_head_layout
 from ovspec_export.heads import EagleHead, load_head_checkpoint
 
 UNROLL_STEPS = 3  # of the unroll
-DEEP_ENTRY_SHARE = 0.25  # of the entries, for which the unroll goes beyond its first step
+DEEP_ENTRY_SHARE = 0.25  # of the entries, unrolled beyond the first step
 # After 500,000 tokens of SmolLM2's chats 0.62 guesses in a row are right, with AdamW at 5e-4 for all and steps of 640
-# tokens 0.57. A token costs a sixth more, but 250,000 bring nearly what 500,000 did. Twice Muon's rate is worse.
+# tokens 0.57. A token costs a sixth more, but 250,000 are nearly as good as 500,000 were. Twice Muon's rate is worse.
 STEP_TOKENS = 320
-MATRIX_LEARNING_RATE, ADAMW_LEARNING_RATE = 5e-4, 3e-4  # the highest rates: by Muon, and by AdamW of all else
-FC_RATE_SHARE, LM_HEAD_RATE_SHARE = 0.3, 0.2  # their shares of these: they begin near their goals
+MATRIX_LEARNING_RATE, ADAMW_LEARNING_RATE = 5e-4, 3e-4  # the highest rates: of Muon, and of AdamW for all other weights
+FC_RATE_SHARE, LM_HEAD_RATE_SHARE = 0.3, 0.2  # their shares of these: they start near their goals
 WEIGHTS_FILE = "model.safetensors"
 
 
 class HeadStudent:
-    """A head that learns.
+    """A head in training.
 
-    feature_divisor: what its features are divided by. target_ids: the target's id of each of its own.
+    feature_divisor: the divisor of its features. target_ids: the target's id of each of its own.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HeadStudent:
         return {"agreement": agreement_rates, "accepted": compute_mean_accepted(guess_is_right)}
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write the head as a checkpoint in AngelSlim's format; one that had another keeps its config."""
+        """Write the head as a checkpoint in AngelSlim's format; a head from another format keeps its config."""
         folder.mkdir(exist_ok=True)
         weights = {name: weight.detach() for name, weight in self.module.state_dict().items()}
         weights["fc.weight"] = weights["fc.weight"] / self.feature_divisor
@@ -124,14 +124,14 @@ def train_head(
     start_checkpoint: str = "",
     torch_device: str = "cpu",
 ) -> None:
-    """Teach a head for about ``seconds``, or until it has seen ``tokens`` over all runs.
+    """Train a head for about ``seconds``, or until it has seen ``tokens`` over all runs.
 
     Args:
         model: the exported target.
-        work_folder: with the documents and what the target computes on them.
-        layers: the target's layers whose inputs it reads.
-        draft_vocabulary: how many of the target's tokens it can propose.
-        start_checkpoint: the checkpoint of a head to begin with; a new one by default.
+        work_folder: the folder with the documents and the target's features.
+        layers: the target layers whose inputs the head reads.
+        draft_vocabulary: number of target tokens the head can propose.
+        start_checkpoint: the checkpoint of a head to start from; a new head by default.
     """
     began = time.monotonic()
     work_path = Path(work_folder)
@@ -158,7 +158,7 @@ def train_head(
                 move_vocabulary_rows(head.lm_head.bias, old_ids, target_ids, torch.zeros(len(target_ids)))
             )
         feature_divisor = torch.ones(head.fc.in_features)
-        if not head.layout.fused_norm:  # as in a new one
+        if not head.layout.fused_norm:  # as in a new head
             feature_divisor = compute_rms_sizes(examples, "features")
             head.fc.weight.mul_(feature_divisor)
     else:
@@ -175,9 +175,9 @@ def train_head(
 
 
 def read_training_inputs(work_folder: Path, draft_vocabulary: int) -> tuple[Examples, Tensor, Tensor, Tensor]:
-    """Return what a head learns from: examples, the target's embedding and lm_head, and the ids that it can propose.
+    """Return a head's training inputs: examples, the target's embedding and lm_head, and the ids to propose.
 
-    The tables are [vocabulary, hidden]; of the ids there are ``draft_vocabulary``, sorted.
+    The tables are [vocabulary, hidden]; there are ``draft_vocabulary`` ids, sorted.
     """
     target_tables = load_file(work_folder / TARGET_TABLES_FILE)
     embedding = target_tables["embedding"]
@@ -187,9 +187,9 @@ def read_training_inputs(work_folder: Path, draft_vocabulary: int) -> tuple[Exam
 
 
 def choose_draft_ids(examples: Examples, vocab_size: int, id_count: int) -> Tensor:
-    """Return the ``id_count`` ids that the target expects most often, sorted; of unseen ones the smaller come first.
+    """Return the ``id_count`` ids most often expected by the target, sorted; among unseen ids, smaller ids come first.
 
-    Small ids are frequent in most tokenizers, because merges are numbered in the order in which they were found.
+    Small ids are frequent in most tokenizers, because merges are numbered in their order of discovery.
     """
     expected_counts = torch.linspace(1e-6, 0, vocab_size, dtype=torch.float64)
     for span in examples.spans:
@@ -200,7 +200,7 @@ def choose_draft_ids(examples: Examples, vocab_size: int, id_count: int) -> Tens
 
 
 def change_draft_vocabulary(training_state: dict[str, Any], new_ids: Tensor, lm_head_rows: Tensor) -> None:
-    """Give a state the lm_head for ``new_ids``; new rows begin as the target's ``lm_head_rows``."""
+    """Change a state's lm_head to ``new_ids``; new rows start as the target's ``lm_head_rows``."""
     initial_values = {"lm_head.weight": lm_head_rows[new_ids].float(), "lm_head.bias": torch.zeros(len(new_ids))}
     for name in initial_values.keys() & training_state["averaged"].keys():
         for weights in (training_state["weights"], training_state["averaged"]):

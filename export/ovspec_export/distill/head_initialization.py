@@ -1,4 +1,4 @@
-"""What a head begins with: the best linear guess of what the target's lm_head will read, found in closed form."""
+"""A head's initial weights: the best linear guess of the target's lm_head input, found in closed form."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from ovspec_export.distill.features import Example
 from ovspec_export.heads import EagleHead
 
-MAX_FIT_TOKENS = 80_000  # tokens that it is fitted to
-INITIAL_CONFIDENCE = 0.6  # a guess is less sure than what it guesses
+MAX_FIT_TOKENS = 80_000  # tokens to fit it to
+INITIAL_CONFIDENCE = 0.6  # a guess is less confident than its target
 
 
 @torch.no_grad()
 def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Tensor, lm_head_rows: Tensor) -> Tensor:
-    """Set the weights of a new head, and return what its features are to be divided by.
+    """Set the weights of a new head, and return the divisor of its features.
 
-    Some features are a thousand times as large as others, so fc learns in units of each one's usual size. The features
-    go into the guess through fc, and the next token's embedding through one attention head of each group, which begins
-    by looking at its own position. What the MLP adds begins at nothing.
+    Some features are a thousand times as large as others, so fc learns in units of each feature's usual size. The
+    features enter the guess through fc, and the next token's embedding through one attention head of each group, which
+    at first looks at its own position. The MLP's contribution starts at zero.
 
     Args:
         embedding: of the target's tokens, [vocabulary, hidden].
-        lm_head_rows: the target's lm_head of the tokens that the head can propose.
+        lm_head_rows: the target's lm_head rows of the tokens the head can propose.
     """
     layout = head.layout
     hidden_size = layout.hidden_size
@@ -50,7 +50,7 @@ def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Ten
     attention.k_proj.weight[:, :hidden_size] = random_keys.flatten(0, 1)
     head_group_shape = (kv_heads, layout.head_count // kv_heads, head_width)
     attention.q_proj.weight.view(*head_group_shape, -1)[:, 0, :, :hidden_size] = random_keys
-    direction_count = directions.shape[1]  # fewer than the values are wide if the target is narrow
+    direction_count = directions.shape[1]  # less than the width of the values if the target is narrow
     attention.v_proj.weight[:direction_count, :hidden_size] = directions.T @ token_weights
     padded_directions = F.pad(directions, (0, kv_heads * head_width - direction_count))
     attention.o_proj.weight.view(hidden_size, *head_group_shape)[:, :, 0] = padded_directions.view(
@@ -73,7 +73,7 @@ def limit_examples(examples: Sequence[Example]) -> Iterator[Example]:
 
 
 def compute_rms_sizes(examples: Sequence[Example], field_name: str) -> Tensor:
-    """Return the root mean square of each value of ``field_name``, but for a text's first token."""
+    """Return the root mean square of each value of ``field_name``, except for a text's first token."""
     square_sums = torch.zeros(())
     token_count = 0
     for example in limit_examples(examples):
@@ -88,7 +88,7 @@ def fit_linear_guess(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit the lm_head's input, in units of ``final_sizes``, to the features and the next token's normalised embedding.
 
-    Returns the weights of the features, those of the embedding, and the ``rank`` directions in which these matter most.
+    Returns the weights of the features and of the embedding, and the ``rank`` directions where these matter most.
     """
     feature_width = len(feature_sizes)
     hidden_size = embedding.shape[1]
@@ -102,7 +102,7 @@ def fit_linear_guess(
         cross_products += inputs.T @ (example.final_states[2:].float() / final_sizes)
         token_count += len(inputs)
     regularized_gram = input_gram.double()
-    # The fewer tokens for each value, the less is believed; the best share was measured for 5,000 to 80,000 tokens.
+    # The fewer tokens per value, the stronger the ridge; the best share was measured for 5,000 to 80,000 tokens.
     ridge = len(regularized_gram) / token_count
     regularized_gram += torch.diag(ridge * regularized_gram.diagonal() + 1e-6)
     weights = torch.linalg.solve(regularized_gram, cross_products.double()).T

@@ -1,4 +1,4 @@
-"""The target and the draft of a distillation: what they must be, and the checkpoints that they are exports of."""
+"""The target and the draft of a distillation: their requirements, and the checkpoints behind exported models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choose_kind_draft_and_layers(
     trim_vocabulary: int | None,
     draft_vocabulary: int | None,
 ) -> tuple[ResultKind, Source | None, list[int] | None]:
-    """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
+    """Return the kind of result, the draft to start from, and the target layers whose inputs the head reads.
 
     Args:
         draft_name: the option ``draft``. kind, trim_vocabulary, draft_vocabulary: the options of these names.
@@ -55,10 +55,10 @@ def choose_kind_draft_and_layers(
         if isinstance(draft, HeadSource):
             draft_kind = "mtp" if isinstance(draft, MtpSource) else "head"
     if isinstance(draft, MtpSource) and len(draft.layers) > 1:
-        raise OvspecError(f"{draft.name}: it has {len(draft.layers)} MTP layers; only a single one can be trained.")
+        raise OvspecError(f"{draft.name}: has {len(draft.layers)} MTP layers; only a single MTP layer can be trained.")
     if kind and kind != draft_kind:
         kind_text = {"head": "an EAGLE-3 head", "mtp": "an MTP layer"}[kind]
-        raise OvspecError(f"`kind={kind!r}` makes {kind_text}, which `draft` is not; leave out one of the two.")
+        raise OvspecError(f"`kind={kind!r}` trains {kind_text}, but `draft` is something else; leave one out.")
     if target.is_ir:
         check_target_ir(target.path, target.name, draft_kind)
     elif draft_kind == "head":
@@ -72,22 +72,22 @@ def choose_kind_draft_and_layers(
         return draft_kind, None, choose_new_head_tap_layers(require_config_number(target, "layers"))
     if trim_vocabulary:
         check_trimmable(draft)
-        choose_most_used_ids([], trim_vocabulary, require_config_number(draft, "vocab"))  # which refuses a wrong number
+        choose_most_used_ids([], trim_vocabulary, require_config_number(draft, "vocab"))  # refuses an invalid number
     check_pair_vocabularies(target, draft, trust_remote_code=False)
     return draft_kind, draft, None
 
 
 def require_config_number(source: Source, config_key: str) -> int:
-    """Return a number in a config; raises OvspecError if it isn't there."""
+    """Return a number in a config; raises OvspecError if it is missing."""
     number = source.get_config_number(config_key)
     if number is None:
-        unit = {"layers": "layers", "vocab": "ids"}[config_key]
-        raise OvspecError(f"{source.name}: its config.json doesn't say how many {unit} it has; add that.")
+        unit = {"layers": "layers", "vocab": "tokens"}[config_key]
+        raise OvspecError(f"{source.name}: its config.json lacks the number of {unit}; add it.")
     return number
 
 
 def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
-    """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
+    """Raise OvspecError if the exported model can't run here, or is to get a head and can't have one."""
     check_ir_folder(folder)
     check_weights_file(folder / MODEL_FILE)
 
@@ -101,9 +101,9 @@ def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
 
 
 def check_target_checkpoint(target: Source) -> None:
-    """Raise OvspecError if the config of a checkpoint says that its model can't have a head.
+    """Raise OvspecError if the config of a checkpoint rules out a head.
 
-    It need not say so: the exported model is checked again.
+    The config need not say so: the exported model is checked again.
     """
     config = target.text_config or target.config
     layer_count = target.get_config_number("layers")
@@ -113,14 +113,14 @@ def check_target_checkpoint(target: Source) -> None:
 
 
 def find_target_origin(target: Source) -> tuple[str, str | None]:
-    """Return the name and the revision of the checkpoint behind a target, as far as they are known."""
+    """Return the name and the revision of a target's checkpoint, as far as they are known."""
     if target.is_ir and (manifest := read_manifest(target.path)):
         return manifest.target.source, manifest.target.revision
     return target.name, target.revision
 
 
 def find_torch_checkpoint(target: Source) -> Source | None:
-    """Return the checkpoint of which torch can compute hidden states; None if there is none."""
+    """Return the checkpoint for torch to compute hidden states with; None if there is none."""
     checkpoint = find_checkpoint_of_export(target) if target.is_ir else target
     if checkpoint is None or isinstance(checkpoint, GgufSource) or checkpoint.has_non_text_parts:
         print_note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
@@ -129,33 +129,33 @@ def find_torch_checkpoint(target: Source) -> Source | None:
 
 
 def find_draft_checkpoint(draft_name: str) -> Source:
-    """Return the checkpoint of a draft, also if its export is named.
+    """Return the checkpoint of a draft, even if its export is named.
 
     Raises:
-        OvspecError: it isn't here.
+        OvspecError: it is missing here.
     """
     source = find_source(draft_name)
     check_can_be_unpacked(source)
     if not source.is_ir:
         return source
     if isinstance(source, HeadSource):
-        raise OvspecError(f"{draft_name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
+        raise OvspecError(f"{draft_name}: an IR of a head can't be trained; give the head's checkpoint.")
     manifest_entry = find_manifest_entry(source.path)
     if manifest_entry is None:
-        raise OvspecError(f"{draft_name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
+        raise OvspecError(f"{draft_name}: an IR can't be trained, and its checkpoint is unknown; give the checkpoint.")
     if not (checkpoint := find_checkpoint_of_export(source)):
         raise OvspecError(
-            f"{draft_name}: its checkpoint, {manifest_entry.source}, is needed and isn't here; name its folder "
-            "or hub id."
+            f"{draft_name}: its checkpoint {manifest_entry.source} was not found; give the checkpoint's folder or "
+            "hub id."
         )
     print_note(f"{draft_name}: taught from its checkpoint {checkpoint.path}")
     return checkpoint
 
 
 def find_checkpoint_of_export(source: Source) -> Source | None:
-    """Return the checkpoint of an export by what its manifest says: beside it, or on the hub; None if it isn't there.
+    """Return the checkpoint of an export by its manifest: in its folder, or on the hub; None if it is missing.
 
-    The network need not be there for what is in the hub's cache.
+    Checkpoints in the hub's cache need no network.
     """
     manifest_entry = find_manifest_entry(source.path)
     if manifest_entry is None:
@@ -173,7 +173,7 @@ def find_checkpoint_of_export(source: Source) -> Source | None:
 
 
 def find_manifest_entry(folder: Path) -> ExportedModel | None:
-    """Return what the manifest says of the model in ``folder``, which may be the draft beside its target."""
+    """Return the manifest entry of the model in ``folder``, which may be the draft in its target's folder."""
     if manifest := read_manifest(folder):
         return manifest.target
     if folder.resolve().name == DRAFT_FOLDER and (manifest := read_manifest(folder.resolve().parent)):

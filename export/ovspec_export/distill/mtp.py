@@ -1,4 +1,4 @@
-"""Teach an MTP layer: a new one, or one that was trained before. The target's lm_head stays as it is."""
+"""Train an MTP layer: a new one, or one trained before. The target's lm_head stays as it is."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ovspec_export.draft_vocabulary import write_draft_vocabulary
 from ovspec_export.heads import EagleHead
 from ovspec_export.mtp import MtpLayer, load_mtp_layer, make_new_mtp_layer, save_mtp_layer
 
-UNSUPPORTED = "an MTP layer can't be made for models of its family; make a head"
+UNSUPPORTED = "an MTP layer can't be trained for its model family; train a head instead"
 
 
 class MtpStudent(HeadStudent):
-    """An MTP layer that learns, by the loss of a head."""
+    """An MTP layer in training, with a head's loss."""
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write the layer as a checkpoint of its own, with the ids that it proposes."""
+        """Write the layer as a separate checkpoint, with the ids it proposes."""
         save_mtp_layer(cast(MtpLayer, self.module), self.config, folder)
         write_draft_vocabulary(folder, self.target_ids.cpu().numpy())
 
@@ -43,13 +43,13 @@ def train_mtp(
     start_checkpoint: str = "",
     torch_device: str = "cpu",
 ) -> None:
-    """Teach an MTP layer for about ``seconds``, or until it has seen ``tokens`` over all runs.
+    """Train an MTP layer for about ``seconds``, or until it has seen ``tokens`` over all runs.
 
     Args:
         model: the exported target.
-        work_folder: with the documents and what the target computes on them.
-        draft_vocabulary: how many of the target's tokens it can propose.
-        start_checkpoint: the checkpoint of a layer to begin with; a new one by default.
+        work_folder: the folder with the documents and the target's features.
+        draft_vocabulary: number of target tokens the layer can propose.
+        start_checkpoint: the checkpoint of a layer to start from; a new layer by default.
     """
     began = time.monotonic()
     work_path = Path(work_folder)
@@ -69,7 +69,7 @@ def train_mtp(
         layer.load_state_dict(weights, strict=False)
     elif not start_checkpoint:
         initialize_mtp_layer(layer, examples, embedding)
-    head = cast(EagleHead, layer)  # whose interface it has in training
+    head = cast(EagleHead, layer)  # it has a head's interface in training
     student = MtpStudent(head, embedding, target_ids, torch.ones(embedding.shape[1]), config, torch_device)
     layer.lm_head.weight.requires_grad_(False).copy_(lm_head_rows[target_ids])
     limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
@@ -85,7 +85,7 @@ def check_mtp_possible(model: str) -> None:
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, NotImplementedError):
         raise OvspecError(UNSUPPORTED) from None
     if any("experts" in name for name, _ in layer.named_parameters()):
-        raise OvspecError("an MTP layer with experts can't be trained here; make a head")
+        raise OvspecError("an MTP layer with experts can't be trained; train a head instead")
 
 
 def read_text_config(model: Path) -> JsonObject:
@@ -96,9 +96,9 @@ def read_text_config(model: Path) -> JsonObject:
 
 @torch.no_grad()
 def initialize_mtp_layer(layer: MtpLayer, examples: Sequence[Example], embedding: Tensor) -> None:
-    """Set the weights of a new layer, so that it begins with the best linear guess of what the lm_head will read.
+    """Set the weights of a new layer to the best linear guess of the lm_head's input.
 
-    The guess comes out of ``fc``; what attention and the MLP add begins at nothing.
+    The guess comes out of ``fc``; the contributions of attention and the MLP start at zero.
 
     embedding: of the target's tokens, [vocabulary, hidden].
     """
@@ -108,12 +108,12 @@ def initialize_mtp_layer(layer: MtpLayer, examples: Sequence[Example], embedding
     for name, weight in layer.layer.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight.zero_()
-    # The norm divides by the size of the whole, and then what is small is enlarged.
+    # The norm divides by the size of the whole, and then small components are enlarged.
     set_gains(layer.feature_norm, feature_sizes.square().mean().sqrt() / feature_sizes)
     set_gains(layer.norm, INITIAL_CONFIDENCE * final_sizes)
 
 
 def set_gains(norm: nn.Module, gains: Tensor) -> None:
-    """Let a new norm multiply by these; its weight may be what is added to 1."""
+    """Make a new norm multiply by these; its weight may be added to 1."""
     weight = norm.weight
     weight.add_(gains - 1)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The sizes of a new head, which follow from its target's."""
+"""The sizes of a new head, derived from its target's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ovspec_export.head_layout import LAYER_IDS_ENTRY, HeadLayout, build_head_la
 def make_head_config(
     target_config: JsonObject, vocab_size: int, hidden_size: int, tap_layers: list[int], draft_vocab_size: int
 ) -> JsonObject:
-    """Return the config.json of a new head, which has the target's sizes where its config says them."""
+    """Return the config.json of a new head, with the target's sizes as far as its config has them."""
     target_config = target_config.get("text_config") or target_config
     attention_heads = find_positive_number(target_config, ("num_attention_heads", "n_head")) or max(
         1, hidden_size // 64
     )
-    # Of a mixture of experts, perhaps that of one expert.
+    # In a mixture of experts, perhaps one expert's.
     intermediate_size = find_positive_number(target_config, ("intermediate_size",)) or 0
     if not hidden_size <= intermediate_size <= 6 * hidden_size:
         intermediate_size = 3 * hidden_size
@@ -53,12 +53,12 @@ def make_head_config(
 
 
 def find_positive_number(config: JsonObject, keys: Sequence[str]) -> int | None:
-    """Return the first of these entries that is a positive number."""
+    """Return the first positive number among these entries."""
     return next((config[key] for key in keys if type(config.get(key)) is int and config[key] > 0), None)
 
 
 def make_head_layout(config: JsonObject, tap_layers: list[int]) -> HeadLayout:
-    """Return the layout of a new head, by its config. It has no embedding of its own."""
+    """Return the layout of a new head, by its config. The head has no embedding of its own."""
     hidden_size = config["hidden_size"]
     return build_head_layout(
         config, {"fc.weight": [hidden_size, len(tap_layers) * hidden_size], "lm_head.weight": []}, is_speculators=False

@@ -1,8 +1,7 @@
-"""What steps a student's weights: AdamW, and Muon for matrices of a group that says so (Jordan et al., 2024).
+"""The optimizer of a student's weights: AdamW, and Muon for matrices in a Muon group (Jordan et al., 2024).
 
-Muon makes all singular values of a step equal, so directions that are rare in the gradient are learned as fast as
-others. It does so for blocks of rows, each alone: for a small batch on a CPU, the whole matrix costs as much as the
-gradient.
+Muon makes all singular values of a step equal, so rare directions in the gradient are learned as fast as others. It
+works on blocks of rows, each alone: for a small batch on a CPU, the whole matrix costs as much as the gradient.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 96  # most rows of a block
+BLOCK_ROWS = 96  # maximum rows of a block
 MOMENTUM = 0.95
-# Root mean square of a step at rate 1, as AdamW's, so rates can be compared (Moonlight, arXiv 2502.16982).
+# Root mean square of a step at rate 1, as in AdamW, so rates are comparable (Moonlight, arXiv 2502.16982).
 STEP_SIZE = 0.2
 # Coefficients of Newton-Schulz iterations, for singular values between about 0.7 and 1.2 after five of them.
 LINEAR_COEFFICIENT, CUBIC_COEFFICIENT, QUINTIC_COEFFICIENT, NEWTON_SCHULZ_ITERATIONS = 3.4445, -4.7750, 2.0315, 5
@@ -52,7 +51,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     block_count = next(count for count in range(-(-rows // BLOCK_ROWS), rows + 1) if rows % count == 0)
     blocks = matrix.reshape(block_count, -1, columns)
     blocks = blocks / (1.01 * blocks.norm(dim=(1, 2), keepdim=True) + 1e-9)
-    # The iteration needs the rows' products only, which are far smaller than the blocks.
+    # The iteration needs only the rows' products, far smaller than the blocks.
     row_products = blocks @ blocks.mT
     identity = torch.eye(rows // block_count)
     factor = identity.expand_as(row_products)

@@ -1,4 +1,4 @@
-"""The end of a distillation: export the result, measure what it brings, and put everything into its place."""
+"""The end of a distillation: export the result, measure its gain, and move everything into its place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_GAIN_SECONDS = 15.0  # seconds
 
 
 class DistillOutcome(enum.IntEnum):
-    """How a distillation ended: the exit codes of ``ovspec distill``."""
+    """The outcome of a distillation: the exit codes of ``ovspec distill``."""
 
     GAINED = 0
     NOTHING_GAINED = 3
@@ -32,7 +32,7 @@ class DistillOutcome(enum.IntEnum):
 
 
 def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOutcome:
-    """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
+    """Export the result, measure its gain, and move everything into its place, skipping finished steps."""
     if not is_distillation_finished(plan, work_folder):
         export_result(plan, work_folder)
         write_result(
@@ -52,7 +52,7 @@ def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOu
 
 
 def is_distillation_finished(plan: DistillPlan, work_folder: WorkFolder) -> bool:
-    """Return whether the output has the result of all that has been done."""
+    """Return whether the output has the result of all work so far."""
     record = read_record(plan.output)
     return bool(
         record
@@ -77,7 +77,7 @@ def benchmark_result(plan: DistillPlan, work_folder: WorkFolder) -> list[JsonObj
 
 
 def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
-    """Return the folder of the draft that the result is compared with: what was taught, or what the target has."""
+    """Return the folder of the draft to compare the result with: the draft before training, or the target's draft."""
     if plan.draft:
         draft_folder = Path(plan.options.draft or "").expanduser()
         if (draft_folder / MODEL_FILE).is_file():
@@ -92,12 +92,12 @@ def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
 
 
 def write_partial_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
-    """Write the result so far, if there is one, and say how to go on."""
+    """Write the result so far, if there is one, and report how to continue."""
     if is_distillation_finished(plan, work_folder):
         print_note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
     elif work_folder.has_result:
         export_result(plan, work_folder)
         write_result(plan, work_folder, make_result_record(plan, work_folder, False, []))
-        print_note(f"{plan.output}: the result so far; the same command goes on")
+        print_note(f"{plan.output}: the result so far; run the same command to continue")
     else:
-        print_note(f"{plan.result_name}: stopped before anything was trained; the same command goes on")
+        print_note(f"{plan.result_name}: stopped before any training; run the same command to continue")

@@ -1,8 +1,8 @@
-"""Documents packed one after another, without padding, as a head learns from them.
+"""Documents packed one after another, without padding, for a head to learn from.
 
-An entry is a position of a document with a token after it: it has that token and the target's features at the position,
-and guesses what the target expects after the token. Entries see only earlier ones of their own document, whose
-positions count from its beginning, as in Hugging Face's padding-free collation.
+An entry is a position of a document with a token after it: it has the token and the target's features at the position,
+and guesses the target's choice after the token. Entries see only earlier entries of their own document, with positions
+counted from its beginning, as in Hugging Face's padding-free collation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ovspec_export.distill.features import Example
 class Batch:
     """Entries of some documents, one after another.
 
-    ids [n]: the token of each entry. positions [n] and document_indices [n]: where it is. features [n, width].
-    choices, logprobs [n, top], final_states [n, hidden]: the target's guess after that token.
-    deep_entries [m]: indices of entries from which ``steps - 1`` further tokens are guessed, those of the next entries.
+    ids [n]: the token of each entry. positions [n] and document_indices [n]: its place. features [n, width].
+    choices, logprobs [n, top], final_states [n, hidden]: the target's guess after the token.
+    deep_entries [m]: indices of entries that guess ``steps - 1`` further tokens, from the next entries.
     in_answers [n]: whether the guess is a token of an answer.
     """
 
@@ -45,15 +45,15 @@ class Batch:
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def find_visible_entries(self, entries: Tensor) -> Tensor:
-        """Return which entries each of ``entries`` sees, itself included: (entries, n) bool."""
+        """Return the entries visible to each of ``entries``, itself included: (entries, n) bool."""
         is_earlier = torch.arange(len(self), device=entries.device) <= entries[:, None]
         return is_earlier & (self.document_indices == self.document_indices[entries, None])
 
 
 def pack_examples(examples: Sequence[Example], steps: int, deep_share: float, token_offset: int = 1) -> Batch:
-    """Return a batch in which a random ``deep_share`` of the entries with enough tokens after them is deep.
+    """Return a batch; of the entries with enough tokens after them, a random ``deep_share`` is deep.
 
-    token_offset: how many tokens an entry's token is ahead of its features: 1 for a head, 0 for a draft model.
+    token_offset: distance from an entry's features to its token: 1 for a head, 0 for a draft model.
     """
     lengths = [len(example.ids) - token_offset for example in examples]
     possible_deep_entries = torch.cat(
@@ -83,7 +83,7 @@ def pack_examples(examples: Sequence[Example], steps: int, deep_share: float, to
 def iterate_batches(
     examples: Sequence[Example], batch_tokens: int, steps: int, deep_share: float, token_offset: int = 1
 ) -> Iterator[Batch]:
-    """Yield batches of about ``batch_tokens`` entries, of the examples in random order, without end."""
+    """Yield batches of about ``batch_tokens`` entries, with the examples in random order, endlessly."""
     while True:
         batch_examples = list[Example]()
         entry_count = 0

@@ -1,4 +1,4 @@
-"""What is to be distilled, checked before any work: files, models, and room in memory and on the disk."""
+"""The plan of a distillation, checked before any work: files, models, and room in memory and on the disk."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from ovspec_export.sources import HeadSource, MtpSource, Source, check_can_be_un
 
 DEFAULT_DRAFT_VOCABULARY = 16384
 DEFAULT_MINUTES = 180.0
-DEFAULT_TRIM_MINUTES = 10.0  # of texts, in which the ids are counted
+DEFAULT_TRIM_MINUTES = 10.0  # of texts for counting the ids
 DEFAULT_SIZE_LIMIT_GB = 10.0  # GB
 TRAINING_BYTES_PER_WEIGHT = 20  # bytes of a weight in training: itself, its gradient, two of Adam and its mean, 4 each
 STORED_BYTES_PER_WEIGHT = 18  # bytes of a weight on the disk: the same without the gradient, and the result in 16 bits
-OVERHEAD_BYTES = 1e9  # bytes that a stage takes beside weights: a KV cache or activations, and libraries
+OVERHEAD_BYTES = 1e9  # bytes per stage besides weights: a KV cache or activations, and libraries
 
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """What ``ovspec distill`` was asked for.
+    """The options of ``ovspec distill``.
 
     model: the target: an exported folder, a checkpoint folder, a GGUF file or a hub id.
     output: the folder to write.
-    text: files and folders with texts and chats to learn from, beside what the model writes itself.
-    topics: a file with a topic a line, for the questions that the model asks itself.
-    kind: "head" to make an EAGLE-3 head, which is the default without a draft, or "mtp" to make an MTP layer.
-    draft: a draft model to teach, or a head to train further; without one, a head is made.
-    trim_vocabulary: how many ids the draft keeps; it is not taught then.
-    draft_vocabulary: how many ids a head can propose.
+    text: files and folders with texts and chats to learn from, in addition to the model's own.
+    topics: a file with a topic a line, for the model's own questions.
+    kind: "head" to make an EAGLE-3 head, the default without a draft, or "mtp" to make an MTP layer.
+    draft: a draft model or a head to train further; without one, a head is made.
+    trim_vocabulary: number of ids to keep in the draft; it is not trained then.
+    draft_vocabulary: number of ids a head can propose.
     minutes: for all stages together, over all runs.
-    tokens: end after training on so many, counted as often as they are read.
-    torch_device: where torch computes.
+    tokens: end after so many training tokens, counted each time they are read.
+    torch_device: torch's device.
     size_limit: of the features on the disk, in GB.
-    work: the folder for everything that isn't the result; kept if it is given.
+    work: the folder for everything except the result; kept if set.
     overwrite: replace a result of an earlier distillation.
     """
 
@@ -81,10 +81,10 @@ class DistillOptions:
 class DistillPlan:
     """A checked distillation.
 
-    target: the model as it was given. origin: the name and revision of the checkpoint behind it.
-    torch_checkpoint: the target's, if torch is to compute hidden states on another device.
+    target: the model, as named. origin: the name and revision of its checkpoint.
+    torch_checkpoint: the target's, if torch computes hidden states on another device.
     draft: a checkpoint, or None; to be trimmed, perhaps an IR.
-    tap_layers: the target's layers whose inputs a head reads; none of them for an MTP layer, None for a draft model.
+    tap_layers: the target layers whose inputs a head reads; empty for an MTP layer, None for a draft model.
     """
 
     options: DistillOptions
@@ -100,7 +100,7 @@ class DistillPlan:
 
     @property
     def result_name(self) -> str:
-        """What messages call the result."""
+        """The result's name in messages."""
         return self.output.name
 
     @property
@@ -116,7 +116,7 @@ class DistillPlan:
 
     @property
     def draft_vocab_size(self) -> int:
-        """How many ids a head can propose; one that is trained further keeps their number."""
+        """The number of ids a head can propose; a head trained further keeps its number."""
         if isinstance(self.draft, MtpSource):
             ids = read_proposed_ids(self.draft, self.target)
             return self.options.draft_vocabulary or (DEFAULT_DRAFT_VOCABULARY if ids is None else len(ids))
@@ -126,10 +126,10 @@ class DistillPlan:
 
 
 def make_plan(options: DistillOptions) -> DistillPlan:
-    """Check everything that can be known before any work.
+    """Check everything that can be checked before any work.
 
     Raises:
-        OvspecError: a file is missing, a model can't be used, the output is in the way, or there is too little room.
+        OvspecError: a file is missing, a model can't be used, the output exists, or there is too little room.
     """
     output = options.output.expanduser().resolve()
     work_folder = (options.work or output.with_name(f".{output.name}.distill")).expanduser().resolve()
@@ -140,7 +140,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
     target = find_source(options.model)
     check_can_be_unpacked(target)
     if isinstance(target, HeadSource):
-        raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
+        raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; give the head's target.")
     check_folders_apart(target, output, work_folder)
     kind, draft, tap_layers = choose_kind_draft_and_layers(
         target, options.kind, options.draft, options.trim_vocabulary, options.draft_vocabulary
@@ -175,7 +175,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
 def check_torch_device(device_name: str) -> None:
     if device_name == "cpu":
         return
-    # In a process of its own: torch is large, and would hold on to the device.
+    # In a separate process: torch is large, and would keep the device in use.
     command = [sys.executable, "-P", "-c", "import sys, torch; torch.empty(1, device=sys.argv[1])", device_name]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if process.returncode:
@@ -183,7 +183,7 @@ def check_torch_device(device_name: str) -> None:
         raise OvspecError(f"`torch_device={device_name!r}`: torch can't use it ({reason}).")
 
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- memory and disk space
 
 
 def check_disk_and_memory(plan: DistillPlan) -> None:
@@ -204,16 +204,16 @@ def check_disk_and_memory(plan: DistillPlan) -> None:
     if needed_bytes > free_bytes:
         raise OvspecError(
             f"{plan.target.name}: distilling needs about {format_size(needed_bytes)} of memory, but only "
-            f"{format_size(free_bytes)} are free; close other programs, or take a machine with more."
+            f"{format_size(free_bytes)} is free; close other programs, or use a machine with more memory."
         )
 
 
 def estimate_memory(plan: DistillPlan) -> float:
-    """Estimate the memory that distilling takes, in bytes: that of its largest stage, as each is a process of its own.
+    """Estimate the memory for distilling, in bytes: for its largest stage, as each runs in a separate process.
 
-    Writing and reading texts holds the target's weights, and the comparison with an old draft holds them twice.
-    Training holds ``TRAINING_BYTES_PER_WEIGHT`` of each weight that is trained, and of a head also the target's
-    embedding and lm_head in 16 bits.
+    Writing and reading texts needs the target's weights once, and the comparison with an old draft needs them twice.
+    Training needs ``TRAINING_BYTES_PER_WEIGHT`` of each trained weight, and for a head also the target's embedding and
+    lm_head in 16 bits.
     """
     target_copies = 1 + bool(plan.draft or (plan.target.is_ir and (plan.target.path / DRAFT_FOLDER).is_dir()))
     if plan.target.is_ir:
@@ -248,5 +248,5 @@ def count_elements(shape: list[int]) -> int:
 
 
 def count_embedding_weights(target: Source) -> float:
-    """Return the number of weights of the target's embedding, and as many again for an lm_head of its own."""
+    """Return the number of weights of the target's embedding, and as many again for an untied lm_head."""
     return float((target.get_config_number("hidden") or 0) * (target.get_config_number("vocab") or 0))

@@ -1,4 +1,4 @@
-"""What a distillation leaves: a checkpoint, its export and its card in one folder, and the export beside its target."""
+"""The output of a distillation: checkpoint, export and card in one folder, and the export in its target's folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ovspec_export.manifests import complete_export, make_manifest_entry, read_i
 def make_result_record(
     plan: DistillPlan, work_folder: WorkFolder, is_complete: bool, benchmark_rows: list[dict[str, Any]]
 ) -> ResultRecord:
-    """Return what was made, and how."""
+    """Return the record of the result."""
     counts_by_source = dict[str, DocumentCounts]()
     held_out_counts = DocumentCounts()
     stage_figures = work_folder.stage_figures
@@ -70,7 +70,7 @@ def write_result(plan: DistillPlan, work_folder: WorkFolder, record: ResultRecor
     check_result_folder(plan.output, work_folder.run_id, plan.options.overwrite)
     ignored_patterns = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL_SUFFIX}")
     with open_partial_folder(plan.output, overwrite=True) as partial_folder:
-        for folder in (work_folder.result_checkpoint, work_folder.result_ir):  # whose config says more
+        for folder in (work_folder.result_checkpoint, work_folder.result_ir):  # its config has more entries
             shutil.copytree(folder, partial_folder, dirs_exist_ok=True, ignore=ignored_patterns)
         write_record_and_card(record, plan.result_name, partial_folder)
         manifest_entry = make_manifest_entry(
@@ -80,7 +80,7 @@ def write_result(plan: DistillPlan, work_folder: WorkFolder, record: ResultRecor
 
 
 def add_draft_to_target(plan: DistillPlan, ir_folder: Path, manifest_entry: ExportedModel) -> None:
-    """Put the exported result into an exported target that has no draft, and say so."""
+    """Add the exported result to an exported target without a draft, and report it."""
     target_folder = plan.target.path.resolve()
     if not plan.target.is_ir or not has_manifest(target_folder):
         return
@@ -108,9 +108,9 @@ def add_draft_to_target(plan: DistillPlan, ir_folder: Path, manifest_entry: Expo
 def rewrite_target_with_draft(
     target_folder: Path, manifest: Manifest, ir_folder: Path, manifest_entry: ExportedModel
 ) -> None:
-    """Replace an exported model by itself with a draft; a kill leaves one or the other, as of an export.
+    """Replace an exported model by itself plus a draft; if killed, one of the two remains, as in an export.
 
-    The new folder's files are links to the old one's, where the disk has links.
+    The new folder's files are links to the old folder's, where the disk supports links.
     """
     with open_partial_folder(target_folder, overwrite=True) as new_folder:
         for file_name in manifest.files:

@@ -1,4 +1,4 @@
-"""The export of what a distillation has made so far."""
+"""The export of a distillation's result so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def export_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
 
 
 def export_draft(plan: DistillPlan, work_folder: WorkFolder, draft: Source, ir_folder: Path) -> None:
-    """Export a head or a draft model into ``ir_folder``, unless it is there."""
+    """Export a head or a draft model into ``ir_folder``, unless it exists."""
     if ir_folder.is_dir():
         return
     partial_folder = work_folder.scratch_folder / ir_folder.name
@@ -47,7 +47,7 @@ def export_draft(plan: DistillPlan, work_folder: WorkFolder, draft: Source, ir_f
 
 
 def make_result_source(plan: DistillPlan, work_folder: WorkFolder) -> Source:
-    """Return the result so far as a source, which has the result's name: a checkpoint, or a trimmed IR."""
+    """Return the result so far as a source, with the result's name: a checkpoint, or a trimmed IR."""
     return make_source(
         work_folder.result_checkpoint, plan.result_name, compute_files_revision(work_folder.result_checkpoint)
     )

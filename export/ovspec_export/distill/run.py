@@ -1,7 +1,7 @@
-"""Distil a head or a draft: rounds of texts, features and training until the time is over, then the result.
+"""Distil a head or a draft: rounds of texts, features and training until the time is up, then the result.
 
-A round is the unit in which data and training take turns, so that there is a head after minutes. Rounds grow; what has
-been done is in the work folder, from which the same command goes on.
+In each round, data and training take turns, so there is a head after minutes. Rounds grow; finished work is in the work
+folder, from which the same command continues.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ovspec_export.draft_vocabulary import choose_most_used_ids
 from ovspec_export.export import export_pair
 
 FIRST_ROUND_SECONDS = 360.0
-ROUND_GROWTH = 1.6  # how much longer each later round takes than the one before
-SINGLE_ROUND_SECONDS = 240.0  # seconds that are one round: each loads models anew
+ROUND_GROWTH = 1.6  # duration of each later round, relative to the last
+SINGLE_ROUND_SECONDS = 240.0  # seconds of a single round: each loads models anew
 RESULT_EXPORT_SECONDS = 20.0
 MAX_FINISHING_SHARE = 0.3  # of all time, for exporting the result and measuring the gain
-MIN_JOB_SECONDS = 5.0  # seconds; no job is started for less
+MIN_JOB_SECONDS = 5.0  # seconds; shorter jobs aren't started
 DEFAULT_TEXT_SHARE = 2 / 3  # of the time for data, before speeds are known
 MIN_TEXT_SHARE = 0.2  # of the time for data
 
@@ -49,7 +49,7 @@ MIN_TEXT_SHARE = 0.2  # of the time for data
 def distill_model(options: DistillOptions) -> DistillOutcome:
     """Make a head or a draft in ``options.output``.
 
-    The first Ctrl-C ends it with the result so far, and the same options go on later; the second one ends it at once.
+    The first Ctrl-C ends it with the result so far, and the same options continue later; the second ends it at once.
 
     Raises:
         OvspecError: an option, a model or a folder can't be used, or a job failed.
@@ -70,7 +70,7 @@ def distill_model(options: DistillOptions) -> DistillOutcome:
 
 
 def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
-    """Export the target, and make a checkpoint of the draft, where they are something else."""
+    """Export the target, and make a checkpoint of the draft, if they have other formats."""
     if not plan.target.is_ir:
         if not work_folder.target_folder.is_dir():
             with work_folder.time_stage(EXPORTING_STAGE):
@@ -78,7 +78,7 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
         try:
             check_target_ir(work_folder.target_folder, plan.target.name, plan.kind)
         except OvspecError:
-            delete_work_folder(work_folder)  # which is of no use
+            delete_work_folder(work_folder)  # no longer useful
             raise
     if plan.kind == "mtp" and not plan.draft:
         stages.run_mtp_check(plan, work_folder)
@@ -90,7 +90,7 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
 
 
 def compute_round_ends(budget_seconds: float) -> list[float]:
-    """Return when rounds end, in seconds of all stages together; none is much shorter than the one before."""
+    """Return when rounds end, in seconds of all stages together; none is much shorter than the last."""
     round_seconds = budget_seconds
     if budget_seconds > SINGLE_ROUND_SECONDS:
         round_seconds = min(FIRST_ROUND_SECONDS, budget_seconds / 2)
@@ -104,7 +104,7 @@ def compute_round_ends(budget_seconds: float) -> list[float]:
 
 
 def compute_training_end(plan: DistillPlan, work_folder: WorkFolder) -> float:
-    """Return when texts and training end, in seconds of all stages, so that what follows ends with the time."""
+    """Return when texts and training end, in seconds of all stages, to leave time for the remaining steps."""
     inference_costs = work_folder.stage_figures.get_stage_figures(COSTS_STAGE).get("costs")
     mode_count = 2 + bool(plan.draft)
     needed_seconds = RESULT_EXPORT_SECONDS + 1.2 * mode_count * MAX_PROMPTS * MAX_GENERATED_TOKENS * (
@@ -114,7 +114,7 @@ def compute_training_end(plan: DistillPlan, work_folder: WorkFolder) -> float:
 
 
 def run_rounds(plan: DistillPlan, work_folder: WorkFolder) -> bool:
-    """Run all rounds that are left; return whether they came to their end, and weren't stopped."""
+    """Run all remaining rounds; return whether they ran to completion, without being stopped."""
     if plan.kind == "trimmed draft":
         return run_trimming(plan, work_folder)
     if not work_folder.stage_figures.get_stage_figures(COSTS_STAGE) and not time_target_inference(plan, work_folder):
@@ -132,12 +132,12 @@ def run_rounds(plan: DistillPlan, work_folder: WorkFolder) -> bool:
     if is_untrained and not run_stage(plan, work_folder, len(round_ends), TRAINING_STAGE, MIN_JOB_SECONDS):
         return False
     if not work_folder.has_result:
-        raise OvspecError(f"{plan.result_name}: nothing was trained in so short a time; give more `minutes`.")
+        raise OvspecError(f"{plan.result_name}: the time was too short to train anything; raise `minutes`.")
     return True
 
 
 def time_target_inference(plan: DistillPlan, work_folder: WorkFolder) -> bool:
-    """Time what an inference of the target takes, so that it can be said what to expect."""
+    """Time an inference of the target, for an estimate of the speedup."""
     with (
         show_step(f"{plan.result_name}: timing {plan.target.name}", keep_line=True),
         work_folder.time_stage(COSTS_STAGE) as timer,
@@ -146,7 +146,7 @@ def time_target_inference(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 
 
 def run_trimming(plan: DistillPlan, work_folder: WorkFolder) -> bool:
-    """Write the texts in which ids are counted, and trim the draft's vocabulary; return whether it wasn't stopped."""
+    """Write the texts for counting ids, and trim the draft's vocabulary; return whether it wasn't stopped."""
     if not run_stage(
         plan,
         work_folder,
@@ -161,7 +161,7 @@ def run_trimming(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 
 
 def trim_draft_to_texts(plan: DistillPlan, work_folder: WorkFolder) -> None:
-    """Leave the draft the ids that the texts use most, and say how many tokens it can't propose any more."""
+    """Reduce the draft to the ids used most in the texts, and report how many tokens it can no longer propose."""
     draft = plan.draft
     id_count = plan.options.trim_vocabulary
     assert draft and id_count
@@ -206,7 +206,7 @@ def run_data_stages(plan: DistillPlan, work_folder: WorkFolder, round_number: in
 
 
 def estimate_text_seconds(work_folder: WorkFolder, seconds_left: float) -> float:
-    """Return for how long texts are to be written, so that there is time left to compute the features of all of them.
+    """Return the time for writing texts, leaving time to compute the features of all texts.
 
     seconds_left: for both.
     """
@@ -223,7 +223,7 @@ def estimate_text_seconds(work_folder: WorkFolder, seconds_left: float) -> float
 
 
 def run_stage(plan: DistillPlan, work_folder: WorkFolder, round_number: int, stage: str, seconds: float) -> bool:
-    """Run a stage for about so many seconds and show how far it is; return whether it wasn't stopped."""
+    """Run a stage for about so many seconds and show its progress; return whether it wasn't stopped."""
     if seconds < MIN_JOB_SECONDS:
         return True
     if plan.options.tokens and work_folder.stage_figures.count_tokens(TRAINING_STAGE) >= plan.options.tokens:
@@ -247,7 +247,7 @@ def run_stage(plan: DistillPlan, work_folder: WorkFolder, round_number: int, sta
 
 
 def describe_progress(plan: DistillPlan, work_folder: WorkFolder, stage: str) -> str:
-    """Return how far a distillation is, for the line that is shown while a stage runs."""
+    """Return the progress of a distillation, for the line shown during a stage."""
     stage_figures = work_folder.stage_figures
     tokens_per_second = work_folder.stage_figures.get_stage_figures(stage).get("per_second")
     progress_parts = [f"{stage_figures.count_tokens(stage):,} tokens"]

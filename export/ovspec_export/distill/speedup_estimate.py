@@ -1,4 +1,4 @@
-"""What acceptance is worth on this machine, before there is anything to measure: from what inferences take."""
+"""What acceptance is worth on this machine, estimated from the times of inferences before any benchmark."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec_export.channel import report_progress
 
 MAX_PROPOSED = 3  # proposed tokens
-CONTEXT_TOKENS, TIMED_INFERENCES = 128, 7  # tokens before them, and inferences of each width
+CONTEXT_TOKENS, TIMED_INFERENCES = 128, 7  # tokens of context, and inferences of each width
 
 
 def measure_costs(model: str) -> None:
-    """Tell what an inference of 1, 2, … tokens takes, in seconds; a job."""
+    """Report the time of an inference of 1, 2, … tokens, in seconds; a job."""
     lm = ovspec.load(model, "none", cache_memory=0)
     decoders = lm.runtime.decoder_pool.acquire()
     text_ids = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT_TOKENS)
@@ -41,14 +41,14 @@ def measure_costs(model: str) -> None:
 
 
 def estimate_speedup(mean_accepted: Sequence[float], costs: Sequence[float], step_share: float) -> float:
-    """Return how many times as fast as plain decoding a draft makes generation, with the best fixed lookahead.
+    """Return the speedup of a draft over plain decoding, with the best fixed lookahead.
 
-    An inference of more tokens counts as at least as long, so that nothing but accepted tokens can gain.
+    More tokens count as taking at least as long, so that only accepted tokens can gain.
 
     Args:
         mean_accepted: mean number of accepted tokens if 1, 2, … are proposed.
         costs: seconds of an inference of the target of 1, 2, … tokens.
-        step_share: of the first, that a step of the draft takes.
+        step_share: time of a draft step, as a share of the first.
     """
     plain_seconds = costs[0]
     accepted_and_costs = zip(mean_accepted, np.maximum.accumulate(costs).tolist()[1:], strict=False)
@@ -64,7 +64,7 @@ def estimate_speedup(mean_accepted: Sequence[float], costs: Sequence[float], ste
 
 
 def estimate_step_share(target_folder: Path, weight_count: float) -> float:
-    """Return the share of a target's inference that a draft's step takes, if it has so many weights in int8.
+    """Return the time of a draft step as a share of the target's inference, for a draft of so many weights in int8.
 
     Both mostly wait for their weights to be read.
     """

@@ -1,8 +1,8 @@
-"""The jobs of a distillation, as the parent calls them: each runs for about some seconds in a process of its own.
+"""The jobs of a distillation, as called by the parent: each runs for about some seconds in a separate process.
 
-Each returns whether it came to its own end, and not because Ctrl-C asked it to stop. A job tells how many ``tokens`` it
-has got through over all runs, how many ``per_second``, and in training how many are ``accepted`` in a round and how
-often a guess at each depth is right, its ``agreement``.
+Each returns whether it ran to completion, without being stopped by Ctrl-C. A job reports its finished ``tokens`` over
+all runs, its ``per_second``, and in training the mean ``accepted`` tokens per round and the accuracy of guesses at each
+depth, its ``agreement``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
 from ovspec_export.sources import HeadSource, Source
 
 ProgressCallback = Callable[[JsonObject], None]
-UNLIMITED_TOKENS = 2**62  # tokens, which no time is enough for
+UNLIMITED_TOKENS = 2**62  # more tokens than any time allows
 
 
 def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
@@ -42,7 +42,7 @@ def run_mtp_check(plan: DistillPlan, work_folder: WorkFolder) -> None:
 
 
 def run_texts_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
-    """Let the model write, and take in given texts."""
+    """Let the model write texts, and add the user's texts."""
     target = find_exported_target(plan, work_folder)
     topics = list[str]()
     if plan.options.topics:
@@ -63,7 +63,7 @@ def run_texts_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on
 
 
 def run_features_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
-    """Compute what the target makes of the texts."""
+    """Compute the target's features for the texts."""
     target = find_exported_target(plan, work_folder)
     torch_checkpoint_arguments = JsonObject()
     if plan.torch_checkpoint:
@@ -87,7 +87,7 @@ def run_features_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float,
 
 
 def run_training_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
-    """Train a head, or teach a draft."""
+    """Train a head or a draft."""
     common_arguments: JsonObject = {
         "work_folder": str(work_folder.path),
         "seconds": seconds,
@@ -116,7 +116,7 @@ def run_training_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float,
 
 
 def run_costs_job(plan: DistillPlan, work_folder: WorkFolder, on_progress: ProgressCallback) -> bool:
-    """Time the target, so that it can be said what to expect."""
+    """Time the target, for an estimate of the speedup."""
     target = find_exported_target(plan, work_folder)
     return run_worker_job("measure_costs", target, work_folder.scratch_folder, on_progress, model=str(target.path))
 
@@ -140,7 +140,7 @@ def run_gain_job(
 
 
 def find_working_draft(plan: DistillPlan, work_folder: WorkFolder) -> Source:
-    """Return the draft as a checkpoint that transformers can load."""
+    """Return the draft as a checkpoint for transformers."""
     assert plan.draft
     if not work_folder.draft_checkpoint.is_dir():
         return plan.draft

@@ -1,4 +1,4 @@
-"""What a model writes itself, for a head or a draft to learn from: questions and its answers, or continuations."""
+"""The model's own texts, for a head or a draft to learn from: questions and its answers, or continuations."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from ovspec_export.distill.documents import (
 from ovspec_export.distill.work_folder import DOCUMENTS_FILE
 
 MAX_QUESTION_TOKENS, MAX_ANSWER_TOKENS = 160, 320  # tokens
-MAX_ROWS = 64  # rows; twice as many gain a twelfth, and end twice as late
-MIN_ROWS, INTENDED_ROUNDS = 8, 120  # the rows are as many as leave time for so many rounds
-WRITE_SECONDS = 5.0  # seconds after which documents are written
-BEGINNING_TOKENS = 32  # tokens of a text that the model draws before it goes on
-PREFIX_TOKENS = (32, 128)  # tokens of the user's texts, at least and at most, that the model continues
-MIN_UNFINISHED_TOKENS = 32  # tokens from which on an answer is kept when the time is over
-LOOP_CHECK_TOKENS = 64  # tokens after which an answer is searched for a loop again
-PROMPT_KEY_TOKENS = 256  # last tokens of a prompt, which tell it from others
-# The texts may differ at near-ties from what the user's settings give, but are written half again as fast.
+MAX_ROWS = 64  # rows; twice as many gain a twelfth, and finish twice as late
+MIN_ROWS, INTENDED_ROUNDS = 8, 120  # as many rows as leave time for so many rounds
+WRITE_SECONDS = 5.0  # seconds between writes of documents
+BEGINNING_TOKENS = 32  # tokens sampled by the model at the start of a text
+PREFIX_TOKENS = (32, 128)  # minimum and maximum tokens of the user's texts for the model to continue
+MIN_UNFINISHED_TOKENS = 32  # minimum tokens of an unfinished answer to keep it when time is up
+LOOP_CHECK_TOKENS = 64  # tokens between searches for a loop in an answer
+PROMPT_KEY_TOKENS = 256  # last tokens of a prompt, as its identity
+# The texts may differ at near-ties from generation with the user's settings, but are written half again as fast.
 LOAD_SETTINGS: dict[str, Any] = {
     "arithmetic": "fast",
     "kv_precision": "u8",
     "properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
     "tune": False,
 }
-USER_PLACEHOLDER = "Xq7zv"  # stands for what a user says
+USER_PLACEHOLDER = "Xq7zv"  # placeholder for the user's text
 TOPIC_OPENING = "I have a question about {}: "
-# Without a system message a small model invents more noise than questions; None is the template's own.
+# Without a system message a small model produces more noise than questions; None is the template's own.
 SYSTEM_MESSAGES = (
     None,
     "You are a programmer. You write code and explain it.",
@@ -82,17 +82,17 @@ def write_texts(
     max_question_tokens: int = MAX_QUESTION_TOKENS,
     max_answer_tokens: int = MAX_ANSWER_TOKENS,
 ) -> None:
-    """Append documents to those in ``work_folder`` for about ``seconds``, or until they have ``tokens`` in all.
+    """Append documents to ``work_folder`` for about ``seconds``, or until they have ``tokens`` in all.
 
-    The first call begins with the user's own. What a later one draws depends on how many tokens there are already, so
-    that it repeats nothing.
+    The first call starts with the user's own. A later call's samples depend on the number of existing tokens, so
+    nothing repeats.
 
     Args:
         model: the exported model.
         texts: files and folders of the user's; see ``read_user_texts``.
-        topics: what is asked about; by default anything.
-        max_rows: maximum number of texts that are written at a time.
-        max_question_tokens, max_answer_tokens: of one question, and of one answer.
+        topics: topics of questions; by default any.
+        max_rows: maximum batch size.
+        max_question_tokens, max_answer_tokens: per question, and per answer.
     """
     began = time.monotonic()
     runtime = ovspec.load(model, "none", **LOAD_SETTINGS).runtime
@@ -138,12 +138,12 @@ def write_texts(
         )
 
 
-# ---------------------------------------------------------------- what is answered or continued
+# ---------------------------------------------------------------- prompts to answer or continue
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model answers or continues."""
+    """A prompt for the model to answer or continue."""
 
     ids: list[int]
     held_out: bool
@@ -151,10 +151,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptOpening:
-    """A beginning with which the model goes on until it has asked something, or begun a text.
+    """The start of a question or a text; the model continues it to its end.
 
-    row_options: how it goes on.
-    system, effort: of the chat in which it asks.
+    row_options: its generating options.
+    system, effort: of the chat it asks in.
     """
 
     ids: list[int]
@@ -166,7 +166,7 @@ class PromptOpening:
 def make_own_prompt_source(
     prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
 ) -> SelfAskedPrompts | SelfBegunPrompts:
-    """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
+    """Return a source of prompts: questions, if the model has a chat template that shows the user's text."""
     try:
         split_at_user_text(prompt_encoder.chat_format, None)
     except OvspecError:
@@ -175,7 +175,7 @@ def make_own_prompt_source(
 
 
 class SelfAskedPrompts:
-    """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
+    """Makes the model ask, by continuing an empty turn of the user (Magpie, arXiv 2406.08464)."""
 
     def __init__(
         self, prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
@@ -193,7 +193,7 @@ class SelfAskedPrompts:
     def draw_opening(self, rng: np.random.Generator) -> PromptOpening:
         system = self._system_messages[int(rng.integers(len(self._system_messages)))]
         topic = self._topics[int(rng.integers(len(self._topics)))] if self._topics else None
-        # Where the template can be told how much to think, half of the answers think less.
+        # Where the template can control how much to think, half of the answers think less.
         return self._make_cached_opening(system, topic, "none" if rng.integers(2) else None)
 
     def _make_opening(self, system: str | None, topic: str | None, effort: str | None) -> PromptOpening:
@@ -211,7 +211,7 @@ class SelfAskedPrompts:
         return PromptOpening(tokenizer.encode(before_user_text, special=False).tolist(), row_options, system, effort)
 
     def make_prompt(self, opening: PromptOpening, row: Row) -> Prompt | None:
-        """Return what the model has asked; None if it is no question, or was asked before."""
+        """Return the model's question; None if it isn't a question, or was asked before."""
         tokenizer = self._prompt_encoder.tokenizer
         question_text = row.text.strip()
         is_ended = row.finish_reason != "length"
@@ -237,14 +237,14 @@ class SelfAskedPrompts:
 
 
 class SelfBegunPrompts:
-    """Lets the model begin texts, if it has no chat template."""
+    """Makes the model begin texts, if it has no chat template."""
 
     def __init__(self, prompt_encoder: PromptEncoder, seen_runs: SeenTokenRuns) -> None:
         tokenizer = prompt_encoder.tokenizer
         generation_config = prompt_encoder.generation_config
         self._bos_ids = tokenizer.prefix_ids
         self._seen_runs = seen_runs
-        # A text begins behind BOS or, without one, behind the end of another text, or on a new line.
+        # A text starts after BOS or, without one, after the end of another text, or on a new line.
         start_ids = (
             generation_config.bos_ids.tolist()
             or sorted(generation_config.eos_ids)[:1]
@@ -257,7 +257,7 @@ class SelfBegunPrompts:
         return self._opening
 
     def make_prompt(self, opening: PromptOpening, row: Row) -> Prompt | None:
-        """Return what the model has begun; None if it has ended it, or has begun like this before."""
+        """Return the text that the model has begun; None if it has ended it, or has begun like this before."""
         del opening
         if (
             row.finish_reason != "length"
@@ -277,22 +277,22 @@ def make_chat_messages(text: str, system: str | None) -> list[Message]:
 
 
 def split_at_user_text(chat_format: ChatFormat, system: str | None, user_opening: str = "") -> tuple[str, str]:
-    """Return what a template writes before what a user says, and after it; the user begins with ``user_opening``.
+    """Return a template's text before and after the user's text; the user's text starts with ``user_opening``.
 
     Raises:
-        OvspecError: the template can't render that, or doesn't show what a user says.
+        OvspecError: the template can't render it, or doesn't show the user's text.
     """
     prompt = chat_format.render_prompt(make_chat_messages(user_opening + USER_PLACEHOLDER, system))
     before_user_text, placeholder, after_user_text = prompt.partition(USER_PLACEHOLDER)
     if not placeholder:
-        raise OvspecError("The model's chat template doesn't show what a user says.")
-    return before_user_text.rstrip(" "), after_user_text  # most vocabularies have words with the space before them
+        raise OvspecError("The model's chat template doesn't render the user's message.")
+    return before_user_text.rstrip(" "), after_user_text  # most vocabularies have words with a leading space
 
 
 def find_turn_end(after_user_text: str, added_tokens: Mapping[str, int]) -> tuple[list[int], list[str]]:
-    """Return the ids and the strings that end a user's turn: what the template writes first after it.
+    """Return the ids and the strings that end a user's turn: the first thing the template writes after it.
 
-    added_tokens: the ids of tokens that the vocabulary has for names, such as "<|im_end|>".
+    added_tokens: the ids of named tokens in the vocabulary, such as "<|im_end|>".
     """
     name_positions = {
         name: after_user_text.find(name) for name in added_tokens if name.strip() and name in after_user_text
@@ -309,7 +309,7 @@ def find_turn_end(after_user_text: str, added_tokens: Mapping[str, int]) -> tupl
 def select_unanswered_prompts(
     encoded_prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime
 ) -> list[Prompt]:
-    """Return the user's prompts that have no answer yet, and that the model's context has room for."""
+    """Return the user's prompts still unanswered and short enough for the model's context."""
     answered_keys = {
         compute_tokens_checksum(document.ids[: document.answer][-PROMPT_KEY_TOKENS:]) for document in documents
     }
@@ -327,7 +327,7 @@ def select_unanswered_prompts(
 
 @dataclass(frozen=True)
 class UnfinishedText:
-    """A text that is being written: what the model asks after a ``PromptOpening``, or answers to a ``Prompt``."""
+    """A text in progress: a question from a ``PromptOpening``, or an answer to a ``Prompt``."""
 
     row: Row
     beginning: PromptOpening | Prompt
@@ -338,10 +338,10 @@ class TextWriter:
     """Keeps a batch full of questions and answers, and makes documents of the answers.
 
     Args:
-        documents: those so far; the model continues pieces of what the user gave.
-        prompts: what is answered first.
-        first_number: of the first text. What is drawn for a text follows from its number.
-        max_answer_tokens: of one answer.
+        documents: the documents so far; the model continues pieces of the user's.
+        prompts: the first prompts to answer.
+        first_number: of the first text. A text's random choices follow from its number.
+        max_answer_tokens: per answer.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class TextWriter:
     def write_documents(
         self, is_writing_over: Callable[[], bool], max_rows: int, seconds: float
     ) -> Iterator[list[Document]]:
-        """Yield documents every few seconds until ``is_writing_over`` says so, which should be after ``seconds``."""
+        """Yield documents every few seconds until ``is_writing_over`` returns True, ideally after ``seconds``."""
         decoders = self._runtime.decoder_pool.acquire()
         models = self._runtime.models
         batch_limits = BatchLimits(
@@ -405,12 +405,12 @@ class TextWriter:
 
     @property
     def unfinished_tokens(self) -> int:
-        """The tokens of texts that are being written."""
+        """The tokens of texts in progress."""
         return sum(len(running_text.row.token_ids) for running_text in self._running_texts.values())
 
     @property
     def has_answer_to_keep(self) -> bool:
-        """Whether a text that is being written would be kept, and learned from, if the time were over."""
+        """Whether a text in progress would be kept, and learned from, if the time were up."""
         return any(
             isinstance(running_text.beginning, Prompt)
             and not running_text.beginning.held_out
@@ -419,7 +419,7 @@ class TextWriter:
         )
 
     def _start_text(self) -> UnfinishedText:
-        """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
+        """Return the next text, still empty: an answer, if there is a prompt to answer, or a question."""
         rng = np.random.default_rng(self._next_number)
         greedy = bool(rng.integers(2))
         seed = self._next_number
@@ -435,7 +435,7 @@ class TextWriter:
         return UnfinishedText(self._make_row(prompt.ids, seed=seed, **row_options), prompt, greedy)
 
     def _draw_prompt(self, rng: np.random.Generator) -> Prompt:
-        """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
+        """Return a prompt from the user's answered ones, or a piece of a text for the model to continue."""
         document = self._user_documents[int(rng.integers(len(self._user_documents)))]
         bos_ids = self._runtime.prompt_encoder.tokenizer.prefix_ids
         if document.answer:
@@ -452,7 +452,7 @@ class TextWriter:
         return row
 
     def _collect_ended_texts(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
-        """Take the texts that have ended; return the numbers of those that have got into a loop, which end now."""
+        """Collect the finished texts; return the numbers of texts caught in a loop, to end them now."""
         looping_numbers = list[int]()
         for row_number, piece in pieces:
             running_text = self._running_texts[row_number]

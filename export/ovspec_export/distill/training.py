@@ -1,7 +1,7 @@
-"""The loop that teaches a student, a head or a draft model, what its target computes. It can end at any time.
+"""The training loop of a student, a head or a draft model, on its target's features. It can end at any time.
 
-The rate stays the same for long and then falls slowly, and the result is a running average of the weights, over about
-the last eighth of the steps: so nothing depends on when the training ends, and it can always go on.
+The learning rate is constant for a long time and then falls slowly, and the result is a running average of the weights,
+over about the last eighth of the steps: so nothing depends on when training ends, and it can always continue.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, TRAINING_STATE_FILE
 
-JUDGED_DOCUMENTS = 24  # held-out documents that are judged while it trains
-WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the rate is the highest, and until it falls
-REPORT_SECONDS, SAVE_SECONDS, JUDGE_SECONDS = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
+JUDGED_DOCUMENTS = 24  # held-out documents evaluated during training
+WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the highest rate, and until its decay
+REPORT_SECONDS, SAVE_SECONDS, JUDGE_SECONDS = 5.0, 120.0, 60.0  # between progress reports, saved states and evaluations
 AVERAGE_SPAN = 6  # the larger, the shorter the average; 12 has 0.01 guesses in a row fewer, the last weights 0.08
 BETAS = (0.9, 0.95)
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
-BF16_INSTRUCTIONS = "AVX512_CORE_BF16"  # of OpenVINO's names of instruction sets, the least that multiplies in bf16
+BF16_INSTRUCTIONS = "AVX512_CORE_BF16"  # in OpenVINO's names of instruction sets, the lowest with bf16 products
 MAX_GRADIENT_NORM = 1.0  # norm of a step's gradient
 
 
 class Student(Protocol):
-    """What is taught. A group has parameters and ``peak_rate``, their highest rate, and the optimizer's options."""
+    """A model in training. A group has parameters, ``peak_rate``, their highest rate, and the optimizer's options."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -57,7 +57,7 @@ class Student(Protocol):
 
 @dataclass(frozen=True)
 class TrainingLimits:
-    """How long a job trains: for ``seconds``, or until ``tokens`` were seen over all runs; and where torch does it."""
+    """The limits of a training job: ``seconds``, or ``tokens`` over all runs; and torch's device."""
 
     seconds: float
     tokens: int
@@ -74,8 +74,8 @@ def train_student(
     """Train a student on the documents in the work folder, and write the state and the result.
 
     Args:
-        student: with the weights of ``training_state``, if that isn't empty.
-        extra_state: what else the state is to hold.
+        student: with the weights of ``training_state``, if it isn't empty.
+        extra_state: further entries of the state.
     """
     with torch.device(limits.device):
         run_training_loop(student, work_folder, training_state, extra_state, limits)
@@ -91,7 +91,7 @@ def run_training_loop(
     keep_freed_memory()
     examples, held_out_examples = (read_examples(work_folder, held_out) for held_out in (False, True))
     if not len(examples):
-        raise OvspecError("there is no text to learn from yet; give more `minutes`")
+        raise OvspecError("the time was too short to prepare training texts; raise `minutes`")
     judged_examples = Examples(held_out_examples.spans[:: max(1, len(held_out_examples) // JUDGED_DOCUMENTS)])
     trainable_weights = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
     initial_average = training_state.get("averaged") or {
@@ -137,7 +137,7 @@ def run_training_loop(
         seen_tokens,
         dict[str, Any](),
         0.0,
-    )  # the last: seconds that judging in the end will take
+    )  # the last: seconds for the final evaluation
     last_judgement_time = began - JUDGE_SECONDS + min(JUDGE_SECONDS, limits.seconds / 4)
     for batch in student.make_batches(examples):
         now = time.monotonic()
@@ -176,13 +176,13 @@ def run_training_loop(
 
 
 def autocast_bf16(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which products are computed in bf16 where the device is made for it, and else in f32."""
+    """Return a context for products in bf16 on devices with bf16 units, and else in f32."""
     lacks_bf16 = device == "cpu" and BF16_INSTRUCTIONS not in list_instruction_sets()
     return nullcontext() if lacks_bf16 else torch.autocast(torch.device(device).type, torch.bfloat16)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library (glibc) keep what is freed: else the new pages of each step take as long as its arithmetic."""
+    """Make the C library (glibc) keep freed memory: otherwise new pages take as long as a step's arithmetic."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             c_library = ctypes.CDLL(None)
@@ -198,7 +198,7 @@ def compute_mean_accepted(guess_is_right: Tensor) -> list[float]:
 def move_vocabulary_rows(
     rows_of_old_ids: Tensor, old_ids: Tensor, new_ids: Tensor, rows_of_unknown_ids: Tensor
 ) -> Tensor:
-    """Return rows for ``new_ids`` from those for ``old_ids``, and from ``rows_of_unknown_ids`` [new, …] for others."""
+    """Return rows for ``new_ids``: the rows of ``old_ids``, or ``rows_of_unknown_ids`` [new, …] for new ids."""
     row_indices = torch.full((int(max(old_ids.max(), new_ids.max())) + 1,), -1).index_put_(
         (old_ids,), torch.arange(len(old_ids))
     )[new_ids]

@@ -1,7 +1,7 @@
-"""Give a draft model fewer ids, without training: its lm_head takes less time, and proposes what is used most.
+"""Give a draft model fewer ids, without training: its lm_head takes less time, and keeps the most used ids.
 
-Wherever the target's token is among the ids that are left, the draft still proposes it if it did before. So the share
-of the target's tokens that are not among them bounds what is lost of the share that is accepted.
+Wherever the target's token is among the remaining ids, the draft still proposes it if it did before. So the share of
+the target's tokens outside them is an upper bound for the loss of acceptance rate.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ovspec_export.sources import GgufSource, HeadSource, Source, copy_model_fil
 
 
 def compute_missing_share(texts: Iterable[Sequence[int]], ids: np.ndarray) -> float:
-    """Return the share of the tokens of ``texts``, answers of the target, that are not among ``ids`` (n,)."""
+    """Return the share of the tokens of ``texts``, answers of the target, outside ``ids`` (n,)."""
     tokens = concatenate_ids(texts)
     return float(np.isin(tokens, ids, invert=True).mean()) if len(tokens) else 0.0
 
 
 def check_trimmable(draft: Source) -> None:
-    """Raise OvspecError if a draft is no draft model, or has few ids already."""
+    """Raise OvspecError if a draft isn't a draft model, or has few ids already."""
     if isinstance(draft, (HeadSource, GgufSource)):
         source_kind = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
         raise OvspecError(
-            f"{draft.name}: {source_kind}, whose vocabulary can't be trimmed; name a checkpoint or an IR."
+            f"{draft.name}: the vocabulary of {source_kind} can't be trimmed; give a draft model's checkpoint or IR."
         )
     if is_trimmed(draft):
-        raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
+        raise OvspecError(f"{draft.name}: its vocabulary is already trimmed; give the original draft.")
 
 
 def trim_draft_model(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) -> None:
     """Write the draft model with logits of only ``ids`` (n,), sorted, into ``output``.
 
-    An IR stays an IR. A checkpoint stays what it is, with a file that names the ids; ``export_pair`` cuts the lm_head.
+    An IR stays an IR. A checkpoint stays unchanged, with an added file of ids; ``export_pair`` cuts the lm_head.
 
     Raises:
-        OvspecError: it is no draft model or has few ids already, its lm_head isn't found, a folder is in the way, or
+        OvspecError: it is not a draft model or has few ids already, its lm_head isn't found, a folder is in the way, or
             the disk has too little space.
     """
     check_trimmable(draft)

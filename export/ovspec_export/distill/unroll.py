@@ -1,7 +1,7 @@
-"""A head's guesses on packed documents, several tokens deep, and what they are worth (EAGLE-3, arXiv 2503.01840).
+"""A head's guesses on packed documents, several tokens deep, and their loss (EAGLE-3, arXiv 2503.01840).
 
-At the first step each entry has the target's features. At a later one it has the head's own output of the step before
-and the text's next token, so the head learns to go on from its own guesses (training-time test).
+At the first step each entry has the target's features. At a later step it has the head's own output of the last step
+and the text's next token, so the head learns to continue from its own guesses (training-time test).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from ovspec_export.distill.packing import Batch
 from ovspec_export.heads import EagleHead, KeyValueCache
 
-SAMPLED_TOKENS = 1024  # of the unlikely tokens, for which a step computes logits
-MIN_PROBABILITY = 1e-3  # what is less likely is left out of the goal
-FEATURE_WEIGHT = 0.5  # of the distance from what the target's lm_head reads
+SAMPLED_TOKENS = 1024  # sampled unlikely tokens per step with computed logits
+MIN_PROBABILITY = 1e-3  # less likely tokens are left out of the goal
+FEATURE_WEIGHT = 0.5  # of the distance from the input of the target's lm_head
 STEP_DECAY = 0.8  # weight of each later step
 
 
 def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> list[Tensor]:
     """Return the layer's output of each step: [n, hidden] for all entries, then [deep, hidden].
 
-    embedding: that of the target's tokens, [vocabulary, hidden].
+    embedding: the target's token embeddings, [vocabulary, hidden].
     """
     embedding_rows = embedding if head.embed_tokens is None else head.embed_tokens.weight
     deep_entries = batch.deep_entries
@@ -47,7 +47,7 @@ def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) ->
     if not len(deep_entries):
         return [*outputs, *[states] * (steps - 1)]
     for depth in range(1, steps):
-        # Of what was guessed, an entry sees only what came of itself.
+        # Among guesses, an entry sees only its own.
         mask = torch.cat((mask, own_mask), 1)
         states, cache = run_step(deep_entries, depth, head.compute_next_features(states), mask, cache)
         outputs.append(states)
@@ -55,7 +55,7 @@ def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) ->
 
 
 def make_attention_mask(is_hidden: Tensor) -> Tensor:
-    """Return a mask that is added to the attention's scores."""
+    """Return a mask to add to the attention's scores."""
     return torch.zeros(is_hidden.shape).masked_fill_(is_hidden, torch.finfo(torch.float32).min)
 
 
@@ -67,10 +67,10 @@ def select_step_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
 
 
 def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor, steps: int) -> Tensor:
-    """Return the cross-entropy with the target's choices that the head can propose, and a distance, over all steps.
+    """Return the cross-entropy with the target's choices within the head's vocabulary, and a distance, over all steps.
 
-    The distance is that from what the target's lm_head reads, where the widths are the same. Logits are computed for
-    what is likely anywhere in the batch, and for a sample of the rest that stands for it.
+    The distance is from the input of the target's lm_head, where the widths are the same. Logits are computed for
+    tokens likely anywhere in the batch, and for a sample to represent the rest.
 
     draft_ids: the head's id of each of the target's, [vocabulary], or -1.
     """

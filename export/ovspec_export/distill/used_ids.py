@@ -1,4 +1,4 @@
-"""The tokens that a model uses most, in texts that it writes for this alone."""
+"""A model's most used tokens, in texts written for this purpose."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ovspec_export.draft_vocabulary import choose_most_used_ids, write_draft_voc
 
 
 def find_most_used_ids(model: str, folder: str, seconds: float, tokens: float, count: int, vocab_size: int) -> None:
-    """Write the ids that the exported ``model`` uses most into ``folder``, as ``write_draft_vocabulary`` does.
+    """Write the most used ids of the exported ``model`` into ``folder``, as ``write_draft_vocabulary`` does.
 
     Args:
-        seconds, tokens: for which it writes, and that are enough.
-        count: as many ids. vocab_size: of the model.
+        seconds, tokens: limits of its writing.
+        count: number of ids. vocab_size: of the model.
     """
     write_texts(model, folder, seconds, tokens)
     texts = [document.ids for document in read_documents(Path(folder) / DOCUMENTS_FILE)]

@@ -1,6 +1,6 @@
-"""The work folder of a distillation: what was asked for, what is done, and one process at a time.
+"""The work folder of a distillation: its options, its finished work, and a lock for one process at a time.
 
-Every file in it is only appended to or replaced whole, so that after a kill the same command goes on from there.
+Every file in it is only appended to or replaced as a whole, so that after a kill the same command continues from there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOCK_FILE = "lock"
 DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_TABLES_FILE = "documents.jsonl", "features", "target.safetensors"
 TRAINING_STATE_FILE = "training.pt"
 CHECKPOINT_FOLDER = "checkpoint"
-FIGURES_SAVE_SECONDS = 10.0  # seconds after which what is spent is written again
+FIGURES_SAVE_SECONDS = 10.0  # seconds between writes of the figures
 TEXTS_STAGE = "texts"
 FEATURES_STAGE = "features"
 TRAINING_STAGE = "training"
@@ -38,10 +38,10 @@ GAIN_STAGE = "measuring"
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """What decides which files a work folder holds.
+    """The settings that determine the contents of a work folder.
 
     model: identity of the target. text, topics: files and folders. draft: its checkpoint's name. kind: "mtp", or None
-    for what was there before it.
+    for other kinds.
     """
 
     model: str
@@ -55,7 +55,7 @@ class DistillSettings:
 
 @dataclass(frozen=True)
 class WorkHeader:
-    """The settings of the command that began the work, and what tells its result from others'."""
+    """The settings of the command that started the work, and an id that tells its result from others."""
 
     run: str
     settings: DistillSettings
@@ -63,7 +63,7 @@ class WorkHeader:
 
 @dataclass
 class StageFigures:
-    """What each stage has taken, over all runs: its seconds, and the last figures that its job has told."""
+    """The costs of each stage, over all runs: its seconds, and the last figures reported by its job."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     told: dict[str, JsonObject] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class StageFigures:
         self.told[stage] = self.get_stage_figures(stage) | figures
 
     def count_tokens(self, stage: str) -> int:
-        """Return the tokens that a stage has got through."""
+        """Return the tokens finished by a stage."""
         return self.get_stage_figures(stage).get("tokens", 0)
 
     def sum_seconds(self, *stages: str) -> float:
@@ -86,8 +86,8 @@ class StageFigures:
 class WorkFolder:
     """An open work folder.
 
-    target_folder: the target's export, if it was given as a checkpoint.
-    draft_checkpoint: of a draft that was given as something else. old_draft_ir: the export of the draft as it was.
+    target_folder: the target's export, if the target is a checkpoint.
+    draft_checkpoint: of a draft in another format. old_draft_ir: the export of the original draft.
     result_checkpoint, result_ir: the result so far, and its export.
     """
 
@@ -120,7 +120,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def time_stage(self, stage: str) -> Iterator[StageRecorder]:
-        """Count the seconds of the block, and what its job tells, for ``stage``."""
+        """Record the seconds of the block, and its job's figures, for ``stage``."""
         timer = StageRecorder(self, stage)
         try:
             yield timer
@@ -129,7 +129,7 @@ class WorkFolder:
 
 
 class StageRecorder:
-    """Counts what a stage takes."""
+    """Records the costs of a stage."""
 
     def __init__(self, work_folder: WorkFolder, stage: str) -> None:
         self._work_folder, self._stage, self._start_time, self._last_save_time = (
@@ -141,7 +141,7 @@ class StageRecorder:
         self._earlier_seconds = work_folder.stage_figures.seconds.get(stage, 0.0)
 
     def record_figures(self, figures: JsonObject) -> None:
-        """Take the figures that the job has told."""
+        """Record the figures reported by the job."""
         self._work_folder.stage_figures.update_figures(self._stage, figures)
         self.update_seconds()
         if time.monotonic() - self._last_save_time > FIGURES_SAVE_SECONDS:
@@ -159,24 +159,24 @@ class StageRecorder:
 
 
 def read_work_header(folder: Path) -> WorkHeader | None:
-    """Return what a work folder was begun for, or None if it holds nothing yet.
+    """Return the header of a work folder, or None if the folder is new or empty.
 
     Raises:
-        OvspecError: it holds something else.
+        OvspecError: it has other contents.
     """
     if (folder / SETTINGS_FILE).is_file():
         return read_dataclass(WorkHeader, folder / SETTINGS_FILE)
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise OvspecError(f"{folder}: is a file; name another `work`.")
+        raise OvspecError(f"{folder}: is a file; choose another `work`.")
     if foreign_name := next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None):
-        raise OvspecError(f"{folder}: holds files of something else ({foreign_name}); name another `work`.")
+        raise OvspecError(f"{folder}: contains other files ({foreign_name}); choose another `work`.")
     return None
 
 
 def check_settings(folder: Path, work_header: WorkHeader | None, settings: DistillSettings) -> None:
-    """Raise OvspecError if the work in a folder was begun with other settings."""
+    """Raise OvspecError if the work in a folder was started with other settings."""
     if work_header and work_header.settings != settings:
         new_settings = asdict(settings)
         changed_names = [
@@ -186,26 +186,28 @@ def check_settings(folder: Path, work_header: WorkHeader | None, settings: Disti
             "another model" if name == "model" else f"another `{name}`" for name in changed_names
         )
         raise OvspecError(
-            f"{folder}: was begun with {differences}; give the same to go on, name another `output`, or "
-            "delete that folder."
+            f"{folder}: was started with {differences}; use the same to resume, choose another `output`, or delete "
+            "the folder."
         )
 
 
 @contextlib.contextmanager
 def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> Iterator[WorkFolder]:
-    """Lock a work folder, which is made if need be, and yield it.
+    """Lock a work folder, creating it if needed, and yield it.
 
     Raises:
-        OvspecError: another process works in it, it was begun for something else, or it can't be written.
+        OvspecError: another process works in it, it belongs to other settings, or it can't be written.
     """
     lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise OvspecError(f"{folder}: another distillation works there; wait for it, or name another `work`.") from None
+        raise OvspecError(
+            f"{folder}: another distillation uses this folder; wait for it, or choose another `work`."
+        ) from None
     except OSError as error:
-        raise OvspecError(f"{folder}: cannot be written ({error.strerror}); name another `work`.") from None
+        raise OvspecError(f"{folder}: cannot be written ({error.strerror}); choose another `work`.") from None
     try:
         work_header = read_work_header(folder)
         check_settings(folder, work_header, settings)
@@ -214,14 +216,14 @@ def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> It
                 folder / SETTINGS_FILE, json.dumps(asdict(work_header := WorkHeader(run_id, settings)), indent=1)
             )
         work_folder = WorkFolder(folder, work_header.run, read_dataclass(StageFigures, folder / STAGE_FIGURES_FILE))
-        shutil.rmtree(work_folder.scratch_folder, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(work_folder.scratch_folder, ignore_errors=True)  # left by a killed run
         try:
             yield work_folder
         finally:
             shutil.rmtree(work_folder.scratch_folder, ignore_errors=True)
     finally:
         lock.release()
-        # Deleted, but for the lock, which Windows can't delete while it is held.
+        # Deleted, except for the lock: Windows can't delete a lock in use.
         if not (folder / SETTINGS_FILE).exists():
             with contextlib.suppress(OSError):
                 (folder / LOCK_FILE).unlink()
@@ -229,7 +231,7 @@ def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> It
 
 
 def delete_work_folder(work_folder: WorkFolder) -> None:
-    """Delete a work folder; what says that it is one goes last."""
+    """Delete a work folder; the file that identifies it goes last."""
     for path in work_folder.path.iterdir():
         if path.name not in (SETTINGS_FILE, LOCK_FILE):
             if path.is_dir():

@@ -27,7 +27,7 @@ LOCAL_ADDRESS = "local"
 
 @contextlib.contextmanager
 def cluster_connection(address: str) -> Iterator[None]:
-    """Connect to the cluster at ``address``, or run a cluster on this machine that listens on loopback only."""
+    """Connect to the cluster at ``address``, or run a cluster on this machine, on loopback only."""
     # Read when Ray is imported. Without a cluster of several machines, it binds everything to 127.0.0.1.
     loopback_environment = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address == LOCAL_ADDRESS else {}
     os.environ |= loopback_environment | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
@@ -35,25 +35,27 @@ def cluster_connection(address: str) -> Iterator[None]:
         import pyarrow  # noqa: F401
         import ray.data
     except ImportError:
-        raise OvspecError("Ray is missing; run pip install 'ovspec[ray]'.") from None
+        raise OvspecError("Ray is not installed; run pip install 'ovspec[ray]'.") from None
     data_context = ray.data.DataContext.get_current()
     data_context.enable_progress_bars = data_context.print_on_execution_start = False
     data_context.raise_original_map_exception = True
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     init_options: JsonObject = {"log_to_driver": False, "logging_level": logging.ERROR}
-    # The path of a socket has at most 107 bytes, of which Ray adds some 70.
+    # A socket's path has at most 107 bytes, with some 70 added by Ray.
     with scratch_folder(default_cache_dir() / "ray" / "sessions", max_path_bytes=36) as folder:
         if address == LOCAL_ADDRESS:
             processor_count = sum(map(len, usable_processors()))
             init_options |= {"num_cpus": processor_count, "include_dashboard": False, "_temp_dir": str(folder)}
         try:
-            if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would try for minutes
+            if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would retry for minutes
                 host, port = host_and_port.groups()
                 socket.create_connection((host, int(port)), timeout=10).close()
             with show_step("Ray: connecting"), drop_native_stderr():
                 ray.init(address, **init_options)
         except (OSError, ValueError) as error:
-            raise OvspecError(f"No cluster of Ray answers at {address} ({str(error).splitlines()[0]}).") from None
+            raise OvspecError(
+                f"No Ray cluster answers at {address} ({str(error).splitlines()[0]}); check the address."
+            ) from None
         try:
             yield
         finally:
@@ -79,10 +81,10 @@ def drop_native_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_folder(parent_folder: Path, max_path_bytes: int) -> Iterator[Path]:
-    """Yield a new folder in ``parent_folder`` by a path of at most so many bytes; it is deleted in the end.
+    """Yield a new folder in ``parent_folder``, with a path of at most so many bytes; it is deleted in the end.
 
-    If its own path is longer, the path is that of a link among the temporary files. Folders of processes that were
-    killed are deleted, too.
+    If its own path is longer, the path is a link among the temporary files. Folders of killed processes are deleted,
+    too.
     """
     for abandoned_folder in parent_folder.glob(f"{HOST_CODE}-*"):
         if not psutil.pid_exists(int(abandoned_folder.name.rpartition("-")[2])):
@@ -90,7 +92,7 @@ def scratch_folder(parent_folder: Path, max_path_bytes: int) -> Iterator[Path]:
     folder = parent_folder / f"{HOST_CODE}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # no sockets have paths there
+        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # its sockets have no paths
             yield folder
             return
         temporary_folder = tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""How the process of a worker ended, which Ray doesn't report: by the signal in a file on the worker's machine."""
+"""How the process of a worker ended, which Ray doesn't report: from the signal in a file on the worker's machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryErro
 from ovspec.batch.ray.nodes import run_on_each_node
 from ovspec.ir.device import default_cache_dir
 
-SEARCH_SECONDS = 20.0  # seconds for all machines to look for the file
+SEARCH_SECONDS = 20.0  # limit for all machines to look for the file
 
 
 def record_signals(worker_number: int) -> None:
-    """Let a signal that ends this process be recorded as the worker's, if it can be caught."""
+    """Record the signal that ends this process as the worker's, if it can be caught."""
     signal_file = default_cache_dir() / "ray" / "deaths" / str(worker_number)
     signal_file.parent.mkdir(parents=True, exist_ok=True)
-    faulthandler.enable(os.open(signal_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # which stays open
+    faulthandler.enable(os.open(signal_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # kept open
 
 
 def read_recorded_signal(worker_number: int) -> str:
-    """Return the signal that ended the worker of this number on this machine, once; an empty text if none did."""
+    """Return the signal that ended the worker of this number on this machine, once; an empty text if there was none."""
     signal_file = default_cache_dir() / "ray" / "deaths" / str(worker_number)
     if not signal_file.is_file():
         return ""
@@ -42,12 +42,12 @@ def find_recorded_signal(worker_number: int) -> str:
         return next(
             filter(None, run_on_each_node(lambda: read_recorded_signal(worker_number), SEARCH_SECONDS).values()), ""
         )
-    except RayError:  # a machine that is leaving
+    except RayError:  # a machine leaving the cluster
         return ""
 
 
 def describe_death(worker_number: int, error: RayError) -> str:
-    """Return how a worker ended whose calls raise ``error``: the rest of a sentence about it."""
+    """Return how a worker with failed calls (``error``) ended: the rest of a sentence about it."""
     if isinstance(error, NodeDiedError) or "node has died" in str(error):
         return "was lost with its machine"
     if isinstance(error, ActorUnavailableError):

@@ -44,19 +44,19 @@ def run_on_cluster(
     convert: Callable[[BatchRequest], BatchRequest] = lambda request: request,
     report: Callable[[BatchProgress], None] = lambda _: None,
 ) -> BatchProgress:
-    """Do the work of ``run_file`` with the workers of the cluster that this process is connected to.
+    """Do the work of ``run_file`` with the workers of this process's cluster.
 
     Args:
-        source, output: two files, or two folders, with a file of results for each file of requests; paths, or URIs
-            of object storage. Or requests, and a file.
+        source, output: two files, or two folders, with one results file per input file; paths, or URIs of object
+            storage. Or requests, and a file.
         cpus: processors of each worker, by default all of a NUMA node.
-        mixed: let workers with other arithmetic take part; each line then names the kind of its worker.
+        mixed: allow workers with other arithmetic; each line then names its worker's arithmetic.
         overwrite: whether to replace ``output``.
-        convert: applied to each request that is read.
+        convert: applied to each request read.
         report: called each second or more often.
 
-    Raises OvspecError if nothing can be read or written, a worker fails or computes other bits than the first one, or
-    all have died.
+    Raises OvspecError if nothing can be read or written, a worker fails or computes other bits than the first, or all
+    have died.
     """
     filesystem, files = find_batch_files(source if isinstance(source, str) else None, output, overwrite)
     model_folder, *draft_folders = list_model_folders(resolve_model_folder(model), draft)
@@ -97,11 +97,11 @@ def run_on_cluster(
 
 @dataclass
 class GroupReader:
-    """Reads the unfinished files, here or on the machines of the cluster, to which Ray copies it.
+    """Reads the unfinished files, here or on other machines of the cluster, to which Ray copies the reader.
 
     numbers, finished_keys: see ``ResultCollector``.
-    requests: instead of a file.
-    workers: their number.
+    requests: used instead of a file.
+    workers: number of workers.
     """
 
     filesystem: FileSystem
@@ -113,7 +113,7 @@ class GroupReader:
     convert: Callable[[BatchRequest], BatchRequest]
 
     def read_all_groups(self) -> tuple[list[RequestGroup], Iterable[ray.ObjectRef]]:
-        """Return the groups of all local files, and tasks that return the groups of a file in object storage."""
+        """Return the groups of all local files, and tasks for the groups of files in object storage."""
         if isinstance(self.filesystem, LocalFileSystem):
             return [group for path in self.numbers for group in self.read_groups(path)], ()
         # The workers have all processors.
@@ -136,14 +136,14 @@ class GroupReader:
 def start_worker(
     worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, cpus: int, worker_number: int
 ) -> Any:
-    """Start an actor that Ray doesn't restart, which it would do for ever."""
+    """Start an actor that Ray doesn't restart; it would do so for ever."""
     actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
     actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
     return ray.remote(**actor_options)(Worker).remote(worker_setup, reference, worker_number)
 
 
 def find_reference_arithmetic(worker_setup: WorkerSetup, cpus: int) -> ReferenceArithmetic:
-    """Return the reference that a first worker finds, whose processors are then free."""
+    """Return the first worker's reference, and free its processors."""
     worker = start_worker(worker_setup, None, cpus, 0)
     try:
         with show_step(f"{worker_setup.shipments[0].folder}: loading on a first worker"):

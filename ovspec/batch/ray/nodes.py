@@ -25,7 +25,7 @@ def run_on_each_node(function: Callable[[], Any], timeout: float | None = None) 
 
 
 def plan_workers(cpus: int | None) -> tuple[int, int]:
-    """Return the number of workers that fit the cluster, and the processors of each: a NUMA node's, or ``cpus``."""
+    """Return the number of workers for the cluster, and the processors of each: a NUMA node's, or ``cpus``."""
     cpus_of_node = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
     if cpus is None:
         numa_nodes = run_on_each_node(usable_processors)
@@ -35,5 +35,5 @@ def plan_workers(cpus: int | None) -> tuple[int, int]:
         cpus = min(smallest_numa_nodes, default=1)
     worker_count = sum(node_cpus // cpus for node_cpus in cpus_of_node.values())
     if not worker_count:
-        raise OvspecError(f"No machine of the cluster has {cpus} processors; set `cpus_per_worker` to less.")
+        raise OvspecError(f"No machine in the cluster has {cpus} CPUs; lower `cpus_per_worker`.")
     return worker_count, cpus

@@ -1,4 +1,4 @@
-"""The workers of a batch on a cluster, and the handling of lines whose worker dies."""
+"""The workers of a batch on a cluster, and the handling of lines when their worker dies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ovspec.batch.groups import RequestGroup
 from ovspec.batch.ray.deaths import describe_death
 from ovspec.batch.run import make_error_line
 
-GROUPS_IN_FLIGHT = 4  # groups that a worker answers at a time, so that its batch stays full from one to the next
-FILES_READ_AHEAD = 4  # files that are read at a time
-# Workers that are started again: of each place for one, and one more for so many answered lines, so that lines that
-# kill stop no long batch, and a model that always does stops soon.
+GROUPS_IN_FLIGHT = 4  # groups a worker runs at a time, to keep its batch full from one group to the next
+FILES_READ_AHEAD = 4  # files read at a time
+# Restarts of workers: so many for each worker, and one more per so many finished lines. So a few deadly lines never
+# stop a long batch, but a model that always crashes stops soon.
 RESTARTS_PER_WORKER, LINES_PER_RESTART = 3, 10
-MEMORY_ADVICE = "set another `precision`, or more `cpus_per_worker` for fewer workers"
+MEMORY_ADVICE = "set another `precision`, or raise `cpus_per_worker` to start fewer workers"
 
 
 @dataclass(eq=False)
@@ -32,8 +32,8 @@ class PoolWorker:
 
     number: int  # of its place
     actor: Any  # of Ray
-    arithmetic: str = ""  # how it computes; empty until it has loaded
-    running_groups: list[RequestGroup] = field(default_factory=list)  # that it has to answer
+    arithmetic: str = ""  # its kind of arithmetic; empty until it has loaded
+    running_groups: list[RequestGroup] = field(default_factory=list)  # groups it is running
 
     @property
     def has_room(self) -> bool:
@@ -46,14 +46,14 @@ class PoolWorker:
 
 
 class WorkerPool:
-    """Runs groups of requests with ``worker_count`` workers, which ``start_worker`` makes from their numbers.
+    """Runs groups of requests with ``worker_count`` workers, started by number by ``start_worker``.
 
-    A worker that dies while it loads is left out; a worker that dies later is replaced. Its groups run last, each
-    alone; a group whose worker dies again runs line by line, and the line whose worker dies then gets an error.
+    A worker that dies while loading is left out; a worker that dies later is replaced. Its groups run last, each alone;
+    a group whose worker dies again runs line by line, and a line whose worker dies then gets an error.
 
     Args:
         start_worker: returns an actor of Ray with the methods of ``Worker``, which Ray doesn't restart.
-        mixed_arithmetic: whether each line names the kind of its worker.
+        mixed_arithmetic: whether each line names its worker's arithmetic.
         model_description: the model and its options, in words.
     """
 
@@ -84,11 +84,11 @@ class WorkerPool:
     def run_groups(
         self, groups: Iterable[RequestGroup], file_tasks: Iterable[ray.ObjectRef] = ()
     ) -> Iterator[list[RequestGroup]]:
-        """Yield, each second or earlier, the groups that have finished since, in any order.
+        """Yield, each second or earlier, the groups finished since, in any order.
 
         Args:
             groups: the first groups to run.
-            file_tasks: tasks that return the groups of a file each; a few of them run ahead.
+            file_tasks: tasks for the groups of a file each; a few of them run ahead.
 
         Raises OvspecError if no worker is left, and a worker's errors.
         """
@@ -107,14 +107,14 @@ class WorkerPool:
                 return
             if not self._workers:
                 raise OvspecError(
-                    f"No worker is left, because the last one {self._last_death}; {MEMORY_ADVICE}, and the same "
-                    "command continues from the finished lines."
+                    f"No workers are left: the last worker {self._last_death}; {MEMORY_ADVICE}. The same command "
+                    "then resumes the batch."
                 )
             for task in wait_for_completed([*reading_tasks, *self._tasks]):
                 if task in reading_tasks:
                     reading_tasks.remove(task)
                     self._add_groups(ray.get(task))
-                elif task in self._tasks:  # its worker hasn't died meanwhile
+                elif task in self._tasks:  # its worker is still alive
                     self._complete_task(task)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class WorkerPool:
         self._tasks[worker.actor.load_worker_model.remote()] = worker, None
 
     def _assign_groups(self) -> None:
-        """Give groups to the workers with the fewest."""
+        """Assign groups to the workers with the fewest."""
         while available_workers := [worker for worker in self._workers if worker.has_room]:
             worker = min(available_workers, key=lambda worker: len(worker.running_groups))
             if not self._waiting_groups and (worker.running_groups or not self._interrupted_groups):
@@ -141,11 +141,11 @@ class WorkerPool:
             self._tasks[worker.actor.run_requests.remote(list(group.requests.values()))] = worker, group
 
     def _complete_task(self, task: ray.ObjectRef) -> None:
-        """Use the result of a task, or replace its worker if that has died."""
+        """Use the result of a task, or replace its worker if it has died."""
         worker, group = self._tasks[task]
         try:
             task_result = ray.get(task)
-        except RayTaskError:  # the worker's own error, and it lives
+        except RayTaskError:  # the worker's own error; the worker is alive
             raise
         except RayError as error:
             self._remove_dead_worker(worker, describe_death(worker.number, error))
@@ -166,7 +166,7 @@ class WorkerPool:
 
     def _remove_dead_worker(self, worker: PoolWorker, death_description: str) -> None:
         """Remove a worker; replace it if it had loaded and not too many have died."""
-        ray.kill(worker.actor)  # in case that it is only out of reach
+        ray.kill(worker.actor)  # in case it is only unreachable
         self._workers.remove(worker)
         self._tasks = {task: entry for task, entry in self._tasks.items() if entry[0] is not worker}
         activity = "answered with" if worker.arithmetic else "loaded"
@@ -178,9 +178,7 @@ class WorkerPool:
             elif len(group.requests) > 1:
                 self._interrupted_groups.extend(group.split_by_request())
             else:
-                sentence = (
-                    f"The worker that answered this line {death_description}; others answered the lines beside it."
-                )
+                sentence = f"The worker that answered this line {death_description}; others answered the other lines."
                 output_lines = [make_error_line(request, sentence) for request in group.requests.values()]
                 self._finish_group(group, output_lines, worker.arithmetic)
         is_replaced = bool(worker.arithmetic) and self._restarts_left >= 1
@@ -192,6 +190,6 @@ class WorkerPool:
 
 
 def wait_for_completed(tasks: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-    """Return the tasks that have ended, after at most a second."""
+    """Return the finished tasks, after at most a second."""
     any_completed, _ = ray.wait(tasks, timeout=1)
     return ray.wait(tasks, num_returns=len(tasks), timeout=0)[0] if any_completed else []

@@ -1,4 +1,4 @@
-"""Actors that hold a loaded model and answer the rows of a dataset."""
+"""Actors with a loaded model, for the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ovspec.params.generation import GENERATE_OPTIONS
 
 
 class Predictor:
-    """Answers the rows of a dataset with a model that each actor loads once, for ``Dataset.map_batches``.
+    """Generates for the rows of a dataset with a model loaded once per actor, for ``Dataset.map_batches``.
 
     >>> ds.map_batches(Predictor, fn_constructor_kwargs={"model": "my-pair", "max_tokens": 64}, num_cpus=8, ...)
 
-    Each actor is pinned to as many processors as its ``num_cpus`` says. Batches that it gets at a time
-    (``max_concurrent_calls_per_actor``) are answered together.
+    Each actor is pinned to ``num_cpus`` processors. Its concurrent batches (``max_concurrent_calls_per_actor``) are
+    generated together.
 
     Args:
-        model: a folder made by ``ovspec export``, which all machines find under this path.
+        model: a folder made by ``ovspec export``, available under this path on all machines.
         draft: the drafters, as for ``ovspec.load``.
-        column: holds the requests: prompts, lists of chat messages, or requests like those in a batch file.
-        options: options of ``ovspec.load``, and of generating calls, for all rows that don't set their own.
+        column: the column of requests: prompts, lists of chat messages, or requests like in a batch file.
+        options: options of ``ovspec.load``, and of generating calls, for all rows without their own.
 
     Raises:
         OvspecError: with the first batch: the model can't be loaded, an option is invalid, or the column is missing.
@@ -48,7 +48,7 @@ class Predictor:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return ``batch`` with the columns text, finish_reason, error and result, the line of a batch file."""
         if self._column not in batch:
-            raise OvspecError(f"There is no column {self._column!r}, only {', '.join(batch)}; name one as `column`.")
+            raise OvspecError(f"`column` is {self._column!r}; it must be a column of the data: {', '.join(batch)}.")
         requests = [parse_row(cell, str(row_index)) for row_index, cell in enumerate(batch[self._column])]
         lines = self._get_batch_thread().run_requests(requests)
         columns = lines_to_columns(lines)
@@ -56,9 +56,9 @@ class Predictor:
 
 
 def make_lazy_thread_loader(load_thread: Callable[[], BatchThread]) -> Callable[[], BatchThread]:
-    """Pin this actor to its processors; return a function that calls ``load_thread`` when it is first called.
+    """Pin this actor to its processors; return a function that calls ``load_thread`` on its first call.
 
-    Not in the constructor of the actor, which Ray would start again and again if that failed.
+    Not in the actor's constructor: Ray would restart the actor again and again after a failure.
     """
     pin_actor()
     cached_load = cache(load_thread)
@@ -72,7 +72,7 @@ def make_lazy_thread_loader(load_thread: Callable[[], BatchThread]) -> Callable[
 
 
 def pin_actor() -> None:
-    """Pin this actor to as many processors as its ``num_cpus`` says, before any other thread begins."""
+    """Pin this actor to ``num_cpus`` processors, before any other thread starts."""
     import ray
 
     pin_to_free_processors(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

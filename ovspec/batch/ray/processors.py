@@ -16,7 +16,7 @@ _held_locks: list[FileLock] = []  # released when the process ends
 
 
 def usable_processors() -> list[list[int]]:
-    """Return the processors that this process may use, by NUMA node; one list where the system lists no nodes."""
+    """Return the processors available to this process, by NUMA node; one list where the system lists no nodes."""
     process = psutil.Process()
     usable_cpus = list(range(psutil.cpu_count() or 1))
     if hasattr(process, "cpu_affinity"):
@@ -30,13 +30,13 @@ def usable_processors() -> list[list[int]]:
 
 
 def parse_cpu_list(cpu_list: str) -> set[int]:
-    """Return the numbers in a list of Linux, such as 0-3,8."""
+    """Return the numbers in a Linux list, such as 0-3,8."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", cpu_list)
     return {cpu for first_cpu, last_cpu in ranges for cpu in range(int(first_cpu), int(last_cpu or first_cpu) + 1)}
 
 
 def pin_to_free_processors(processor_count: int) -> None:
-    """Pin this process to ``processor_count`` processors that no other has claimed, of one NUMA node if it has as many.
+    """Pin this process to ``processor_count`` unclaimed processors, of one NUMA node if it has as many.
 
     It isn't pinned if they are taken, or where the system can't. Call it before OpenVINO counts the processors.
     """

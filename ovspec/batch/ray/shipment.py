@@ -1,4 +1,4 @@
-"""Models on their way to the machines of a cluster, in pieces, by Ray's object store."""
+"""Shipping models to the machines of a cluster, in pieces, by Ray's object store."""
 
 import platform
 import shutil
@@ -17,7 +17,7 @@ from ovspec.setup.identity import hash_model_folder
 
 
 def read_pieces(path: Path, piece_bytes: int) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of ``piece_bytes`` bytes; at least one, which is empty if the file is."""
+    """Yield the content of a file in pieces of ``piece_bytes`` bytes; at least one, empty for an empty file."""
     with path.open("rb") as file:
         yield file.read(piece_bytes)
         while piece := file.read(piece_bytes):
@@ -25,7 +25,7 @@ def read_pieces(path: Path, piece_bytes: int) -> Iterator[bytes]:
 
 
 def create_folder_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
-    """Create ``folder``, whole or not at all, from pieces of its files, each with its name, unless it exists."""
+    """Create ``folder``, completely or not at all, from pieces of its files, each with its name, unless it exists."""
     from filelock import FileLock  # it imports slowly
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ PIECE_BYTES = 1 << 26  # bytes
 
 @dataclass(frozen=True)
 class Shipment:
-    """A folder as its driver has it: its ``identity``, and its files in pieces, each (name, reference to bytes)."""
+    """A folder on its driver's machine: its ``identity``, and its files in pieces, each (name, reference to bytes)."""
 
     folder: Path
     identity: str
@@ -57,17 +57,19 @@ class Shipment:
         return (self.folder / MODEL_FILE).is_file()
 
     def receive_folder(self) -> Path:
-        """Return the folder itself if this machine has it, else a copy in the cache, which is made once.
+        """Return the folder itself if this machine has it, else a copy in the cache, made once.
 
-        Raises OvspecError if another model is in its place, or if all machines had it when it was shipped.
+        Raises OvspecError if another model is in its place, or if all machines had it at shipping time.
         """
         if self.has_local_folder():
             if hash_model_folder(self.folder) != self.identity:
-                raise OvspecError(f"{self.folder} has another model on {platform.node()}; remove it there.")
+                raise OvspecError(f"{self.folder}: contains another model on {platform.node()}; delete it there.")
             return self.folder
         cached_folder = default_cache_dir() / "ray" / "models" / self.identity
         if not self.pieces and not cached_folder.is_dir():
-            raise OvspecError(f"{self.folder} is missing on {platform.node()}, which joined late; start again.")
+            raise OvspecError(
+                f"{self.folder}: missing on {platform.node()}, a machine added after the start; start the batch again."
+            )
         create_folder_once(cached_folder, ((name, ray.get(piece)) for name, piece in self.pieces))
         return cached_folder
 

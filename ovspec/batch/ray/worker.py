@@ -27,11 +27,11 @@ from ovspec.setup.profile import add_profiles_to_options, read_profile_json
 class WorkerSetup:
     """The model of each worker, perhaps with a draft, and the params of its requests."""
 
-    shipments: list[Shipment]  # of the model, and of its draft unless that is inside of it
+    shipments: list[Shipment]  # of the model, and of its draft unless the draft is inside it
     draft: Any  # as for ovspec.load
     load_options: JsonObject
-    params: Params  # of requests that don't set their own
-    allows_mixed_arithmetic: bool  # whether workers with other bits take part
+    params: Params  # for requests without their own
+    allows_mixed_arithmetic: bool  # whether workers with other bits are allowed
 
     def describe_worker(self, cpus: int, reference: ReferenceArithmetic | None = None) -> str:
         """Return the model, the options and the processors of a worker, in words for an error."""
@@ -45,16 +45,16 @@ class WorkerSetup:
 
 @dataclass(frozen=True)
 class ReferenceArithmetic:
-    """The first worker's arithmetic, to which the others must be equal."""
+    """The first worker's arithmetic, as a reference for the others."""
 
     run_identity: str  # identifies the model and all options that change results
-    computing_conditions: str  # engine, properties, instruction set, OpenVINO's version, and the promise
+    computing_conditions: str  # engine, properties, instruction set, OpenVINO's version, and the kind of arithmetic
     logits_checksum: str  # a checksum of logits
     profiles: list[str | None]  # of the models, in JSON
 
 
 class Worker:
-    """Runs requests, as an actor of Ray; keeps to ``reference``, or is the first worker, which makes it."""
+    """Runs requests, as an actor of Ray; keeps to ``reference``, or makes it if it is the first worker."""
 
     def __init__(self, worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, number: int) -> None:
         record_signals(number)
@@ -88,8 +88,8 @@ class Worker:
         logits_checksums = ", draft: ".join(checksums)
         if reference and logits_checksums != reference.logits_checksum and not worker_setup.allows_mixed_arithmetic:
             raise OvspecError(
-                f"The worker on {platform.node()} computes other bits ({arithmetic}) than the first one "
-                f"({reference.computing_conditions}). Leave it out, or let it take part with `mixed=True`."
+                f"The worker on {platform.node()} computes different logits ({arithmetic}) from the first worker's "
+                f"({reference.computing_conditions}). Leave this machine out, or set `mixed=True`."
             )
         profiles = [read_profile_json(folder, device_options) for folder in folders]
         return ReferenceArithmetic(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)

@@ -1,12 +1,12 @@
 """Converts GBNF to Lark, and decides which parts can be greedy lexemes without changing the language.
 
-Each regular part becomes a lexeme, as large as possible. If a lexeme would swallow what belongs to the next one, it is
-split and its parts are tried. Single characters always work, because nothing is shorter.
+Each regular part becomes a lexeme, as large as possible. A lexeme that would swallow the start of the next one is
+split, and its parts are tried. Single characters always work, because nothing is shorter.
 
 Over 131,072 tokens and 12 grammars, masks are computed 22 times as fast as with single characters (geometric mean), and
-1.64 times as fast as with llguidance's own conversion. That one can't be used: its lexemes are always greedy, so it
-rejects valid texts of arithmetic, SQL and C, and it refuses valid GBNF (\\u0041, \\^ in a class, names that differ
-only in case).
+1.64 times as fast as with llguidance's own conversion. That conversion is no alternative: its lexemes are always
+greedy, so it rejects valid texts of arithmetic, SQL and C, and it refuses valid GBNF (\\u0041, \\^ in a class, names
+that differ only in case).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def convert_gbnf_to_lark(text: str) -> str:
 
 
 class ExpressionFacts(NamedTuple):
-    """Facts about an expression that isn't recursive.
+    """Facts about a non-recursive expression.
 
-    nonempty_expression: matches the same texts except the empty one; None if that would be too long.
+    nonempty_expression: matches the same texts except the empty text; None if it would be too long.
     """
 
     size: int
@@ -112,7 +112,7 @@ class ExpressionAnalysis:
             self.add_facts(nonempty_expression)
 
     def make_nonempty_expression(self, node: Expression, child_facts: list[ExpressionFacts]) -> Expression | None:
-        """Return the expression of the texts of ``node`` that aren't empty; None if it would be too long."""
+        """Return the expression of the nonempty texts of ``node``; None if it would be too long."""
         nonempty_children = [
             child.nonempty_expression for child in child_facts if child.nonempty_expression is not self.empty_text
         ]
@@ -131,12 +131,12 @@ class ExpressionAnalysis:
 
 
 class AnalysisTooLongError(Exception):
-    """The analysis would take too long."""
+    """The analysis takes too many steps."""
 
 
 @dataclass
 class StepBudget:
-    """The number of steps left to the analysis; each takes one or two microseconds."""
+    """The analysis's remaining steps; each takes one or two microseconds."""
 
     steps_left: int = MAX_ANALYSIS_STEPS
 
@@ -150,7 +150,7 @@ class StepBudget:
 class LexemePlan:
     """A division of a grammar into lexemes and the rules over them.
 
-    split_expressions: expressions that can't be one lexeme; None: only single characters can.
+    split_expressions: expressions too complex for one lexeme; None: only single characters fit.
     symbols: "T3" for a lexeme, "r3" for a rule, "r3-name" for a named rule.
     lexemes: symbol of a lexeme -> its expression, which never matches the empty text.
     alternatives_by_rule: symbol of a rule -> its alternatives, each a sequence of symbols.
@@ -198,7 +198,7 @@ class LexemePlan:
     def define_rule(self, symbol: str, node: Expression) -> list[Expression]:
         """Write the rule of ``symbol``; return the expressions it refers to."""
         empty_text = self.grammar.make_expression(Concatenation, ())
-        if self.may_be_lexeme(node):  # all but the empty text, which no lexeme should match
+        if self.may_be_lexeme(node):  # all but the empty text, which must not match a lexeme
             nonempty_expression = self.facts[node].nonempty_expression
             if nonempty_expression is empty_text:
                 return self.write_alternatives(symbol, [[]])
@@ -256,10 +256,10 @@ class LexemePlan:
             case RuleReference(name):
                 return self.write_regex(self.grammar.rules[name])
 
-    # ------------------------------------------------------------ lexemes that are too greedy
+    # ------------------------------------------------------------ lexemes too greedy for the language
 
     def find_lexeme_followers(self, budget: StepBudget) -> tuple[list[int], int]:
-        """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
+        """Return the possible next lexemes of each lexeme and the possible first lexemes; lexeme i is bit i."""
         budget.spend(len(self.lexemes) ** 2 // 500)
         lexeme_bits = {symbol: 1 << i for i, symbol in enumerate(self.lexemes)}
         first_sets = dict.fromkeys(self.alternatives_by_rule, 0) | lexeme_bits
@@ -275,7 +275,7 @@ class LexemePlan:
                 sets_before = first_sets[symbol], symbol in nullable
                 for alternative in alternatives:
                     budget.spend(alternative_cost * (len(alternative) + 1))
-                    # Lexemes that may come after the current part within the alternative, and whether it may end.
+                    # The lexemes possible after the current part within the alternative, and whether it may end.
                     next_lexemes = 0
                     alternative_may_end = True
                     for part_symbol in reversed(alternative):
@@ -293,9 +293,9 @@ class LexemePlan:
         return [follow_sets[symbol] for symbol in lexeme_bits], first_sets[self.start_symbol]
 
     def find_greedy_lexemes(self, comparer: LexemeComparer, budget: StepBudget) -> set[Expression]:
-        """Return the lexemes that could continue with a character that belongs to the next lexeme.
+        """Return the lexemes that could swallow the first character of the next lexeme.
 
-        Two lexemes are compared if both may begin at the same place: at the start of a text, after the same lexeme,
+        Two lexemes are compared if both may begin at the same position: at the start of a text, after the same lexeme,
         or after two lexemes that match the same text.
         """
         lexeme_expressions = list(self.lexemes.values())
@@ -305,7 +305,7 @@ class LexemePlan:
         characters_after: dict[int, int] = {}
         greedy_lexemes: set[Expression] = set()
         compared_pairs: set[tuple[int, int]] = set()
-        set_pairs = {(start_lexemes, start_lexemes)}  # sets of lexemes that may begin at the same place
+        set_pairs = {(start_lexemes, start_lexemes)}  # sets of lexemes possible at the same position
         pending_pairs = [(start_lexemes, start_lexemes)]
         while pending_pairs:
             lexeme_set, rival_set = pending_pairs.pop()
@@ -343,17 +343,17 @@ def unite_bits(bit_sets: Iterable[int]) -> int:
 
 
 def list_bits(bit_set: int) -> list[int]:
-    """Return the numbers of the bits that are set."""
+    """Return the numbers of the set bits."""
     return [i for i, bit in enumerate(reversed(f"{bit_set:b}")) if bit == "1"]
 
 
 @dataclass
 class Automaton:
-    """A nondeterministic automaton that accepts a lexeme's texts.
+    """A nondeterministic automaton for a lexeme's texts.
 
-    It doesn't count repetitions, so it may accept more texts, which can only make the lexeme look greedier.
-    It begins in state 0. From each state, one step consumes one of ``characters`` and leads to ``next_states``;
-    ``empty_steps`` lead to other states and consume nothing.
+    It doesn't count repetitions, so it may accept more texts; this can only make the lexeme look greedier. It begins in
+    state 0. From each state, one step consumes one of ``characters`` and leads to ``next_states``; ``empty_steps`` lead
+    to other states without consuming a character.
     """
 
     characters: list[int] = field(default_factory=lambda: [0])
@@ -371,8 +371,8 @@ class Automaton:
 class LexemeComparer:
     """Builds the automata of lexemes and compares them; both results are cached.
 
-    A set of characters is a bit set. All characters that no character class in ``nodes`` (all expressions of the
-    grammar) distinguishes share one bit.
+    A set of characters is a bit set. Characters that no character class in ``nodes`` (all expressions of the grammar)
+    tells apart share one bit.
     """
 
     def __init__(self, rules: dict[str, Expression], nodes: Iterable[Expression], budget: StepBudget) -> None:
@@ -393,7 +393,7 @@ class LexemeComparer:
         return self._automata[node]
 
     def find_first_characters(self, node: Expression) -> int:
-        """Return the characters with which a lexeme's texts may begin."""
+        """Return the first characters of a lexeme's texts."""
         automaton = self.build_automaton(node)
         reached_states = {0}
         pending_states = [0]
@@ -405,7 +405,7 @@ class LexemeComparer:
         return unite_bits(automaton.characters[state] for state in reached_states)
 
     def _compare_automata(self, first_lexeme: Expression, second_lexeme: Expression) -> tuple[bool, int]:
-        """Return whether a text matches both, and the characters with which the second extends a text of the first."""
+        """Return whether a text matches both, and the characters by which the second extends a text of the first."""
         first_automaton = self.build_automaton(first_lexeme)
         second_automaton = self.build_automaton(second_lexeme)
         share_text = False
@@ -430,7 +430,7 @@ class LexemeComparer:
         return share_text, extending_characters
 
     def _add_expression(self, automaton: Automaton, node: Expression, start_state: int) -> int:
-        """Add an expression that begins in the state ``start_state``; return the state in which it ends."""
+        """Add an expression that begins in ``start_state``; return its end state."""
         self._budget.spend(3)
         match node:
             case CharacterClass():

@@ -15,7 +15,7 @@ CodePointRanges = tuple[tuple[int, int], ...]  # ranges of code points, sorted a
 LAST_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 MAX_PARENTHESES = 100  # nested parentheses
-MAX_STACKED_REPETITIONS = 8  # repetition operators in a row
+MAX_STACKED_REPETITIONS = 8  # consecutive repetition operators
 MAX_REPETITIONS = 100_000
 SPACES, SPACES_AND_LINES = re.compile(r"(?:[ \t]|#[^\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_")
@@ -25,7 +25,7 @@ HEX_DIGIT_COUNTS = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(eq=False, slots=True)
 class CharacterClass:
-    """One character from any of the ranges."""
+    """One character from a list of ranges."""
 
     ranges: CodePointRanges
 
@@ -72,7 +72,7 @@ def parse_gbnf(text: str) -> GbnfGrammar:
     """Return the rules of a GBNF grammar.
 
     Raises:
-        OvspecError: it isn't GBNF or lacks a rule; the message names the line and column.
+        OvspecError: it isn't GBNF or lacks a rule; the message has the line and column.
     """
     return GbnfParser(text).parse_grammar()
 
@@ -85,7 +85,7 @@ class GbnfParser:
         self.position = 0
         self.depth = 0  # of open parentheses
         self.make_expression = functools.cache(lambda expression_type, *values: expression_type(*values))
-        self.first_use_positions: dict[str, int] = {}  # name -> where it is first used
+        self.first_use_positions: dict[str, int] = {}  # name -> position of its first use
 
     def error_at(self, problem: str, character_index: int | None = None) -> OvspecError:
         if character_index is None:
@@ -111,20 +111,20 @@ class GbnfParser:
             rule_name = self.parse_name()
             self.skip_spaces(skip_line_ends=False)
             if not self.text.startswith("::=", self.position):
-                raise self.error_at(f'"::=" should follow the name {rule_name}')
+                raise self.error_at(f'"::=" is missing after the name {rule_name}')
             if rule_name in rules:
                 raise self.error_at(f"the rule {rule_name} is defined twice", name_start)
             self.position += 3
             self.skip_spaces(skip_line_ends=True)
             rules[rule_name] = self.parse_alternation(nested=False)
             if self.peek() not in ("", "\r", "\n"):
-                raise self.error_at(f"{self.peek()!r} doesn't belong here")
+                raise self.error_at(f"unexpected {self.peek()!r}")
             self.skip_spaces(skip_line_ends=True)
         for rule_name, use_position in self.first_use_positions.items():
             if rule_name not in rules:
                 raise self.error_at(f"there is no rule {rule_name}", use_position)
         if "root" not in rules:
-            raise OvspecError("line 1, column 1: the grammar has no rule root; add one that matches the whole text.")
+            raise OvspecError("line 1, column 1: the grammar has no rule root; add a rule root for the whole text.")
         return GbnfGrammar(rules, self.make_expression)
 
     def parse_name(self) -> str:
@@ -132,7 +132,7 @@ class GbnfParser:
         while self.peek() in NAME_CHARACTERS and self.peek():
             self.position += 1
         if name_start == self.position:
-            raise self.error_at(f"a name is expected here, not {self.peek()!r}")
+            raise self.error_at(f"expected a name, not {self.peek()!r}")
         return self.text[name_start : self.position]
 
     def parse_alternation(self, nested: bool) -> Expression:
@@ -152,7 +152,7 @@ class GbnfParser:
             while self.peek() and self.peek() in "*+?{":
                 repetition_count += 1
                 if repetition_count > MAX_STACKED_REPETITIONS:
-                    raise self.error_at(f"no more than {MAX_STACKED_REPETITIONS} repetitions may follow one another")
+                    raise self.error_at(f"more than {MAX_STACKED_REPETITIONS} repetitions in a row")
                 part = self.parse_repetition(part)
                 self.skip_spaces(nested)
             parts.append(part)
@@ -193,7 +193,7 @@ class GbnfParser:
     def parse_character(self, container_start: int, container_name: str) -> int:
         """Read a character of a literal or a class, perhaps escaped; return its code point.
 
-        ``container_name``: its name in errors; it begins at ``container_start``.
+        ``container_name``: its name in errors; ``container_start``: its start.
         """
         character = self.peek()
         if character in ("", "\n", "\r"):
@@ -215,7 +215,7 @@ class GbnfParser:
             self.position += len(hex_digits)
             code_point = int(hex_digits, 16)
         if code_point > LAST_CODE_POINT or SURROGATES[0] <= code_point <= SURROGATES[1]:
-            raise self.error_at(f"U+{code_point:04X} isn't a character", self.position - 1)
+            raise self.error_at(f"U+{code_point:04X} isn't a valid character", self.position - 1)
         return code_point
 
     def parse_class(self, class_start: int) -> Expression:
@@ -257,10 +257,10 @@ class GbnfParser:
         )
         digits = min_text + max_text
         if closing_brace < 0 or not digits.isascii() or not min_text.isdigit() or not digits.isdigit():
-            raise self.error_at("a repetition is written {3}, {3,} or {3,5}", operator_position)
-        # Longer numbers might take long to read.
+            raise self.error_at("invalid repetition; write {3}, {3,} or {3,5}", operator_position)
+        # Longer numbers might be slow to parse.
         if max(len(min_text), len(max_text)) > 6 or max(int(min_text), int(max_text or 0)) > MAX_REPETITIONS:
-            raise self.error_at(f"nothing may be repeated more than {MAX_REPETITIONS} times", operator_position)
+            raise self.error_at(f"more than {MAX_REPETITIONS} repetitions", operator_position)
         min_count = int(min_text)
         max_count = int(max_text or min_text)
         if max_count < min_count:

@@ -1,4 +1,4 @@
-"""Makes the grammar of the JSON texts that a schema describes."""
+"""Makes the grammar of a schema's JSON texts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ STYLE_SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whi
 
 @dataclass(frozen=True)
 class CompiledSchema:
-    """``lark``: the grammar. ``warning``: what is ignored, or "".
+    """``lark``: the grammar. ``warning``: the ignored parts of the schema, or "".
 
-    ``item_tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
-    ``text_parameters``: with ``ParameterExpressions``, the properties that are written as text without quotes.
+    ``item_tracks``: where arrays with unique items are, which the grammar doesn't enforce; None: nowhere.
+    ``text_parameters``: with ``ParameterExpressions``, the properties written as text without quotes.
     """
 
     lark: str
@@ -43,8 +43,8 @@ class CompiledSchema:
 class SchemaOptions:
     """Options of reading a schema.
 
-    ``lenient``: leave out what can't be enforced, instead of refusing it. ``close_objects``: objects have only the
-    listed properties, where the schema says nothing of others. ``compact``: no white space between tokens.
+    ``lenient``: leave out unenforceable parts instead of refusing the schema. ``close_objects``: objects have only
+    listed properties, where the schema doesn't mention others. ``compact``: no white space between tokens.
     """
 
     lenient: bool = False
@@ -61,8 +61,8 @@ def compile_schema(
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
     Args:
-        find_problem: returns why llguidance can't use a schema of a string, as a sentence; "" if it can.
-        parameter_layout: for an object whose properties are written one by one, not as JSON: the texts around them.
+        find_problem: returns why llguidance can't use a string's schema, as a sentence; "" if it can.
+        parameter_layout: for an object with properties written one by one, not as JSON: the texts around them.
 
     Raises:
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
@@ -70,7 +70,7 @@ def compile_schema(
     if not is_llguidance_recent():
         installed_version = version("llguidance")
         raise OvspecError(
-            f"the top: llguidance {installed_version} doesn't enforce schemas strictly enough; use 1.8 or newer."
+            f"the top: llguidance {installed_version} is too old to enforce schemas; install 1.8 or newer."
         )
     if schema is True:
         schema = {}
@@ -81,14 +81,14 @@ def compile_schema(
 
     @functools.cache
     def has_no_text(strings: Strings) -> bool:
-        """Return whether no string has the patterns, formats and length of ``strings``."""
+        """Return whether no string satisfies the patterns, formats and length of ``strings``."""
         has_size = bool(strings.min_size or strings.max_size < inf or strings.excluded)
         demand_count = len(strings.patterns) + len(strings.formats) + has_size
         return demand_count >= 2 and says_unsatisfiable(find_problem(make_string_schema(strings)))
 
     @functools.cache
     def are_disjoint_patterns(first_pattern: str, second_pattern: str) -> bool:
-        """Return whether no string has both patterns, as far as that can be told."""
+        """Return whether no string matches both patterns, as far as can be proven."""
         patterns = [{"pattern": first_pattern}, {"pattern": second_pattern}]
         return says_unsatisfiable(find_problem({"type": "string", "allOf": patterns}))
 
@@ -107,17 +107,17 @@ def compile_schema(
             return CompiledSchema(lark, checker.warning())
         return CompiledSchema(lark, checker.warning(), make_item_tracks(rules.graph))
     except CircularSchemaError as error:
-        raise OvspecError(f"{error}: this can never come to an end, because it refers to itself.") from None
+        raise OvspecError(f"{error}: the schema is infinitely recursive; add a way to end.") from None
     except RecursionError:
-        raise OvspecError("#: it is nested too deeply; split it into named parts.") from None
+        raise OvspecError("#: the schema is nested too deeply; split it into named parts.") from None
 
 
 def says_unsatisfiable(problem: str) -> bool:
-    return problem.startswith(("no JSON text satisfies", "no text has this pattern"))
+    return problem.startswith(("no JSON text satisfies", "no text can have this pattern"))
 
 
 def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
-    """Return the layout of texts that ``x-guidance`` asks for; ``compact``: without white space by default."""
+    """Return the text layout from ``x-guidance``; ``compact``: without white space by default."""
     require_condition(isinstance(style_settings, dict), "#/x-guidance", "an object")
     for setting_name in style_settings:
         if setting_name not in STYLE_SETTINGS:
@@ -136,6 +136,6 @@ def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
 def is_llguidance_recent() -> bool:
     """Return whether llguidance is recent enough for schemas.
 
-    The guidance library requires an older version, which is good enough for everything else.
+    The guidance library requires an older version, sufficient for everything else.
     """
     return tuple(map(int, version("llguidance").split(".")[:2])) >= OLDEST_LLGUIDANCE

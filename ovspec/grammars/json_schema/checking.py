@@ -1,4 +1,4 @@
-"""Checks a JSON schema: the keywords' values must be right; keywords that the standard ignores give a warning.
+"""Checks a JSON schema: keywords must have valid values; keywords that the standard doesn't define give a warning.
 
 https://json-schema.org/draft/2020-12/json-schema-validation defines the keywords.
 """
@@ -41,7 +41,7 @@ KNOWN_KEYWORDS = {
     *SCHEMA_MAP_KEYWORDS, *REFERENCE_KEYWORDS, *OTHER_KEYWORDS,
 }  # fmt: skip
 
-MAX_WARNED_KEYWORDS = 5  # ignored keywords that a warning names
+MAX_WARNED_KEYWORDS = 5  # ignored keywords named in a warning
 CLASS_OPERATORS = re.compile(r"&&|--|~~|\[")  # operators in Rust's classes, plain characters in JSON Schema's
 
 
@@ -49,7 +49,7 @@ class SchemaChecker:
     """Checks a schema and everything it refers to, and adapts it in place.
 
     Args:
-        find_problem: returns why llguidance can't use a schema of a string; "" if it can.
+        find_problem: returns why llguidance can't use a string's schema; "" if it can.
         lenient: leave out expressions that can't be enforced instead of refusing them.
     """
 
@@ -60,18 +60,18 @@ class SchemaChecker:
         self._lenient = lenient
         self._unchecked: list[tuple[JsonValue, str]] = [(root, "#")]  # schemas with JSON pointers
         self._checked_ids: set[int] = set()
-        self._pattern_problems: dict[str, str] = {}  # "" for a pattern that can be used
+        self._pattern_problems: dict[str, str] = {}  # "" for a usable pattern
         self._references: set[str] = set()
 
     def check_schema(self) -> None:
-        """Raise OvspecError if something is wrong; the message begins with the JSON pointer of the place."""
+        """Raise OvspecError for an invalid schema; the message begins with the JSON pointer of the place."""
         while self._unchecked:
             schema, pointer = self._unchecked.pop()
             if isinstance(schema, dict) and id(schema) not in self._checked_ids:
                 self._checked_ids.add(id(schema))
                 self._check_keywords(schema, pointer)
             elif not isinstance(schema, dict | bool):
-                raise OvspecError(f"{pointer}: this should be a schema, that is an object, true or false.")
+                raise OvspecError(f"{pointer}: this should be a schema: an object, true or false.")
 
     def warning(self) -> str:
         """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
@@ -102,7 +102,7 @@ class SchemaChecker:
         for keyword, value in list(schema.items()):
             self._check_keyword(schema, keyword, value, f"{pointer}/{escape_pointer_key(keyword)}")
         if schema.get("$id") and pointer != "#" and not str(schema["$id"]).startswith("#"):
-            reason = "schemas within schemas can't have their own $id; refer to #/$defs instead."
+            reason = "a subschema can't have its own $id; refer to #/$defs instead."
             raise OvspecError(f"{pointer}/$id: {reason}")
 
     def _check_keyword(self, schema: JsonObject, keyword: str, value: JsonValue, pointer: str) -> None:
@@ -184,7 +184,7 @@ class SchemaChecker:
                 raise OvspecError(f"{pointer}: this is allowed only at the top of the schema.")
 
     def _check_pattern(self, pattern: str, pointer: str) -> bool:
-        """Return whether ``pattern`` can be enforced; raises OvspecError if it must be and can't."""
+        """Return whether ``pattern`` can be enforced; raises OvspecError if it can't but must be."""
         if pattern not in self._pattern_problems:
             required_patterns, forbidden_patterns = split_lookaheads(pattern)
             problems = map(self._find_pattern_problem, (*required_patterns, *forbidden_patterns))
@@ -195,10 +195,10 @@ class SchemaChecker:
         return not problem
 
     def _find_pattern_problem(self, pattern: str) -> str:
-        """Return why a regular expression can't be used, as the end of a sentence; "" if it can."""
+        """Return why a regular expression is unusable, as the end of a sentence; "" if it is usable."""
         for class_members in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", pattern, re.DOTALL):
             if operator := CLASS_OPERATORS.search(re.sub(r"\\.|\[:\w+:\]", "", class_members, flags=re.DOTALL)):
-                return f"{operator.group()!r} in a class has a special meaning here; put \\ before it."
+                return f"{operator.group()!r} is an operator in a character class; put \\ before it."
         return self._find_problem({"type": "string", "pattern": pattern})
 
 
@@ -211,7 +211,7 @@ def check_type_name(type_name: str, pointer: str) -> None:
 
 
 def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> tuple[JsonValue, str]:
-    """Return the schema within ``root`` that a reference at JSON pointer ``pointer`` refers to, and its pointer."""
+    """Return the schema in ``root`` that a reference at JSON pointer ``pointer`` refers to, and its own pointer."""
     require_condition(isinstance(reference, str), pointer, "text such as #/$defs/name")
     schema_id = root.get("$id", root.get("id"))
     target_pointer = reference
@@ -236,7 +236,7 @@ def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> t
 
 
 def escape_pointer_key(schema_key: str) -> str:
-    """Return a key as JSON pointers write it."""
+    """Return a key as written in JSON pointers."""
     return schema_key.replace("~", "~0").replace("/", "~1")
 
 

@@ -12,7 +12,7 @@ ANCHOR_PATTERN = re.compile(r"\\[bBAzZ]")
 
 
 def split_lookaheads(pattern: str) -> tuple[list[str], list[str]]:
-    """Return the expressions that must be found in a text, and those that must not, where ``pattern`` is found.
+    """Return the expressions that a text must contain, and those it must not, if it is to match ``pattern``.
 
     They differ from ``pattern`` if it begins with look-aheads: ^(?!aws).+$ is ^.+$ without ^(?:aws).
     """
@@ -36,7 +36,7 @@ def split_lookaheads(pattern: str) -> tuple[list[str], list[str]]:
 def use_ascii_classes(pattern: str) -> str:
     """Return ``pattern`` with \\d and \\w as llguidance reads them in JSON schemas: ECMAScript's, not Rust's.
 
-    Negated classes stay as they are, with which they allow less.
+    Negated classes stay as they are, and then allow less.
     """
 
     def replace_in_class(match: re.Match[str]) -> str:
@@ -56,18 +56,18 @@ def use_ascii_classes(pattern: str) -> str:
 
 
 def find_group_end(expression: str) -> int | None:
-    """Return where the group ends with which an expression begins."""
+    """Return the end of the group at the start of an expression."""
     return next((part.end() for part, depth in iterate_parts_with_depths(expression) if not depth), None)
 
 
 def split_at_bars(pattern: str) -> list[str]:
-    """Return the options of an expression, which | separates."""
+    """Return the options of an expression, separated by |."""
     bar_positions = [part.start() for part, depth in iterate_parts_with_depths(pattern) if part[0] == "|" and not depth]
     return [pattern[begin + 1 : end] for begin, end in itertools.pairwise((-1, *bar_positions, len(pattern)))]
 
 
 def iterate_parts_with_depths(expression: str) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield the parts of an expression, each with the number of groups that are open after it."""
+    """Yield the parts of an expression, each with the number of open groups after it."""
     depth = 0
     for part in EXPRESSION_PART.finditer(expression):
         depth += (part[0] == "(") - (part[0] == ")")
@@ -75,7 +75,7 @@ def iterate_parts_with_depths(expression: str) -> Iterator[tuple[re.Match[str], 
 
 
 def make_json_string_expression(pattern: str) -> str | None:
-    """Return the expression of JSON strings without escapes in which ``pattern`` is found; None if that isn't easy.
+    """Return the expression of JSON strings without escapes that contain ``pattern``; None if that isn't easy.
 
     It is escaped for use between slashes.
     """
@@ -84,9 +84,9 @@ def make_json_string_expression(pattern: str) -> str | None:
 
 
 def make_whole_text_expression(pattern: str, other_text: str) -> str | None:
-    """Return the expression of whole texts in which ``pattern`` is found; None if that isn't easy.
+    """Return the expression of whole texts that contain ``pattern``; None if that isn't easy.
 
-    ``other_text``: the expression of what may come before and after.
+    ``other_text``: the expression of the text before and after it.
     """
     if re.fullmatch(r"\^\(\?:(.*)\)", pattern, re.DOTALL) and find_group_end(pattern[1:]) == len(pattern) - 1:
         option_patterns = [
@@ -113,7 +113,7 @@ def make_whole_text_expression(pattern: str, other_text: str) -> str | None:
 
 
 def make_other_texts_expression(words: Iterable[str]) -> str:
-    """Return the expression of all texts that are none of ``words``, for use as a JSON schema's pattern."""
+    """Return the expression of all texts except ``words``, for use as a JSON schema's pattern."""
     return f"^({_make_other_endings_expression(frozenset(words))})$"
 
 

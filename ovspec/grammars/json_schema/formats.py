@@ -1,8 +1,8 @@
-"""The formats of strings that are enforced; JSON Schema lets others be notes."""
+"""The enforced formats of strings; other formats are annotations, as JSON Schema allows."""
 
 from __future__ import annotations
 
-# Notes of OpenAPI and pydantic on what a value means.
+# Annotations of OpenAPI and pydantic on a value's meaning.
 NOTE_FORMATS = {
     "int32", "int64", "uint", "uint8", "uint16", "uint32", "uint64", "float", "double", "decimal", "byte", "binary",
     "base64", "base64url", "name-email", "multi-host-uri", "ipvanyaddress", "ipvanynetwork", "ipvanyinterface",
@@ -14,7 +14,7 @@ ENFORCED_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname"
 LEAP_DIGITS = "(0[48]|[2468][048]|[13579][26])"  # two digits divisible by four, except 00
 YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 DATE = f"({YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|([0-9]{{2}}{LEAP_DIGITS}|{LEAP_DIGITS}00)-02-29)"
-# Neither does it bound digits, which a model may then write forever.
+# Nor does it bound digits, which a model may then write forever.
 SECONDS = r"[0-5][0-9](\.[0-9]{1,9})?[Zz+-].{0,5}$"
 STRICTER_PATTERNS = {
     "date": f"^{DATE}",

@@ -1,4 +1,4 @@
-"""Where arrays are whose items must all differ, which a grammar can't enforce: see ``sampling.unique_items``."""
+"""The places of arrays with unique items, which a grammar can't enforce: see ``sampling.unique_items``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ovspec.base.json_types import JsonObject
 from ovspec.grammars.json_schema.schemas import SchemaGraph
 from ovspec.grammars.json_schema.shapes import Arrays, Objects, SchemaNode
 
-# For each track number, the arrays and objects that a value may be there; number 0 is the whole text. Arrays:
-# {"unique", "prefix", "items"}; objects: {"properties", "patterns", "rest"}, with the track numbers of their members.
+# For each track number, the possible arrays and objects at its place; number 0 is the whole text. Arrays: {"unique",
+# "prefix", "items"}; objects: {"properties", "patterns", "rest"}, with the track numbers of their members.
 ItemTracks = list[list[JsonObject]]
-# In a text that isn't JSON as a whole, but in which arguments are: the properties of objects around the arguments.
+# In a text that isn't JSON as a whole: the properties of the objects around JSON arguments.
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -45,7 +45,7 @@ def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
 
 
 def merge_item_tracks(tracks_of_schemas: Iterable[ItemTracks]) -> ItemTracks:
-    """Return the tracks of texts that hold JSON of several schemas, alone, in objects or in lists."""
+    """Return the tracks of texts with JSON of several schemas, alone, in objects or in lists."""
     root_track: list[JsonObject] = []
     merged_tracks: ItemTracks = [[], root_track]
     for tracks in tracks_of_schemas:
@@ -58,7 +58,7 @@ def merge_item_tracks(tracks_of_schemas: Iterable[ItemTracks]) -> ItemTracks:
 
 
 def shift_track(track: JsonObject, offset: int) -> JsonObject:
-    """Return a track whose track numbers are higher by ``offset``."""
+    """Return a track with ``offset`` added to its track numbers."""
     if "items" in track:
         prefix_tracks = [number + offset for number in track["prefix"]]
         return {**track, "prefix": prefix_tracks, "items": track["items"] + offset}

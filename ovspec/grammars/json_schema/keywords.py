@@ -16,7 +16,7 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
 
 
 def list_allowed_types(schema: JsonObject) -> set[str]:
-    """Return the types that a schema allows, as its keyword type names them."""
+    """Return the types allowed by a schema, as named in its keyword type."""
     type_names = set(as_list(schema.get("type", [*JSON_TYPES, "integer"])))
     if schema.get("nullable") is True:
         type_names.add("null")
@@ -24,7 +24,7 @@ def list_allowed_types(schema: JsonObject) -> set[str]:
 
 
 def read_allowed_numbers(schema: JsonObject) -> Numbers | None:
-    """Return the numbers that a schema allows; None if there are none."""
+    """Return the numbers allowed by a schema; None if there are none."""
     numbers: Numbers | None = Numbers(integer="number" not in list_allowed_types(schema))
     for number_limit in list_number_limits(schema):
         numbers = numbers and intersect_numbers(numbers, number_limit)
@@ -32,7 +32,7 @@ def read_allowed_numbers(schema: JsonObject) -> Numbers | None:
 
 
 def list_number_limits(schema: JsonObject) -> Iterator[Numbers]:
-    """Yield the numbers that each keyword for numbers allows."""
+    """Yield the numbers allowed by each keyword for numbers."""
     for keyword in ("minimum", "maximum"):
         exclusive_bound = schema.get(f"exclusive{keyword.capitalize()}")
         bounds: list[Bound] = []
@@ -47,7 +47,7 @@ def list_number_limits(schema: JsonObject) -> Iterator[Numbers]:
 
 
 def read_allowed_strings(schema: JsonObject) -> Strings | None:
-    """Return the strings that a schema allows; None if there are none."""
+    """Return the strings allowed by a schema; None if there are none."""
     min_size, max_size = schema.get("minLength", 0), schema.get("maxLength", inf)
     if min_size > max_size:
         return None
@@ -73,7 +73,7 @@ def list_item_schemas(
 
 
 def list_dependencies(schema: JsonObject, pointer: str) -> Iterator[tuple[str, JsonValue, str]]:
-    """Yield (property, the names or the schema that it requires, JSON pointer)."""
+    """Yield (property, the required names or schema, JSON pointer)."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         for property_name, requirement in schema.get(keyword, {}).items():
             yield (
@@ -84,6 +84,6 @@ def list_dependencies(schema: JsonObject, pointer: str) -> Iterator[tuple[str, J
 
 
 def find_unevaluated_keywords(schema: JsonObject) -> dict[str, str]:
-    """Return the JSON type of each keyword that forbids properties or items which other keywords don't mention."""
+    """Return the JSON type of each keyword that forbids properties or items not mentioned by other keywords."""
     json_types = {"unevaluatedProperties": "object", "unevaluatedItems": "array"}
     return {keyword: json_type for keyword, json_type in json_types.items() if schema.get(keyword, True) is not True}

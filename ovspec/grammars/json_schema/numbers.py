@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from ovspec.grammars.json_schema.shapes import Numbers
 
-# As many digits as llama.cpp's grammars allow: readers round longer numbers, and a model could write forever.
+# As many digits as in llama.cpp's grammars: readers round longer numbers, and a model could write digits forever.
 WHOLE_EXPRESSION = "(0|[1-9][0-9]{0,15})"
 FRACTION_EXPRESSION = r"(\.[0-9]{1,16})"
 EXPONENT_EXPRESSION = "([eE][+-]?[0-9]{1,3})"
@@ -16,7 +16,7 @@ LARGEST_EXACT_NUMBER = 2**53  # readers may keep numbers as 64-bit floats
 
 
 def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
-    """Return the regular expressions that the text of a number must match, all of them, and those that it mustn't.
+    """Return the regular expressions that the text of a number must all match, and those it must not match.
 
     ``multiple_of`` isn't covered.
     """
@@ -24,7 +24,7 @@ def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
         return ["|".join(sorted(map(spell_number, numbers.values)))], []
     required_expressions = ["-?" + WHOLE_EXPRESSION]
     if not numbers.integer:
-        # With an exponent, any number could be written.
+        # With an exponent, any number would be possible.
         is_bounded = numbers.low or numbers.high or numbers.excluded
         required_expressions[0] += f"{FRACTION_EXPRESSION}?" + f"{EXPONENT_EXPRESSION}?" * (not is_bounded)
     forbidden_expressions: list[str] = []
@@ -68,7 +68,7 @@ def split_digits(value: Decimal) -> tuple[str, str]:
 
 
 def write_numbers_above(value: Decimal, exclusive: bool) -> str:
-    """Return the expression of the numbers above ``value``, which is 0 or more, without a sign."""
+    """Return the expression of the numbers above ``value`` (0 or more), without a sign."""
     whole, fraction = split_digits(value)
     expressions = [rf"({write_wholes_above(whole)})(\.[0-9]+)?"]
     indexed_digits = enumerate(fraction)
@@ -90,7 +90,7 @@ def write_wholes_above(whole: str) -> str:
 
 
 def has_no_number(numbers: Numbers) -> bool:
-    """Return whether no number that may be written is within the bounds, as far as that is easy to see."""
+    """Return whether the bounds exclude every number that can be written, as far as that is easy to see."""
     if numbers.values is not None:
         return not numbers.values
     low, high = numbers.low, numbers.high

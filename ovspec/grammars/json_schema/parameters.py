@@ -12,7 +12,7 @@ from ovspec.grammars.json_schema.expressions import (  # isort: skip
 from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, UnenforceableValues, close_object
 from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_quantifier, write_in_order
 
-# llguidance 1.9 fails where a token follows an expression whose negation alone leaves a way on.
+# llguidance 1.9 fails where a token follows an expression that only its negated part could continue.
 OPTIONAL_SPACE = "/ ?/"
 
 
@@ -20,11 +20,11 @@ OPTIONAL_SPACE = "/ ?/"
 class ParameterExpressions:
     """The texts around names and values.
 
-    before_name, after_name, after_value: expressions of Lark in front of a name, between name and value, and behind
+    before_name, after_name, after_value: expressions of Lark before a name, between name and value, and after
         ``value_end``.
-    name_end: the text that ends a name; "" if there is a token in it.
-    value_end: text behind a value.
-    token_follows: whether ``after_value`` begins with a token; otherwise no string may have ``value_end`` in it.
+    name_end: the text after a name; "" if it includes a token.
+    value_end: the text after a value.
+    token_follows: whether ``after_value`` begins with a token; otherwise no string may contain ``value_end``.
     """
 
     before_name: str
@@ -38,13 +38,13 @@ class ParameterExpressions:
 def write_parameters_as_lark(
     rules: RuleWriter, close_objects: bool, layout: ParameterExpressions
 ) -> tuple[str, list[str]]:
-    """Return (the whole grammar, the properties that are written as text without quotes).
+    """Return (the whole grammar, the properties written as text without quotes).
 
     Args:
         close_objects: as for ``writing.write_schema_as_lark``.
 
     Raises:
-        OvspecError: no object matches, or something can't be enforced.
+        OvspecError: no object matches, or a part can't be enforced.
     """
     object_rules: list[str] = []
     text_names = set[str]()
@@ -64,7 +64,7 @@ def write_parameters_as_lark(
 
 
 def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpressions, text_names: set[str]) -> str:
-    """Write the rule of an object's properties; add the names of those that are texts to ``text_names``."""
+    """Write the rule of an object's properties; add the names of text properties to ``text_names``."""
     if not objects.properties and (objects.patterns or not rules.graph.fits_no_value(objects.unlisted_node)):
         rules.refuse_part("#", "properties that aren't listed can't be written in this tool format")
     property_rules: list[tuple[str, bool]] = []
@@ -72,12 +72,12 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpre
         if rules.graph.fits_no_value(node):
             continue
         if layout.name_end and (property_name + layout.name_end).find(layout.name_end) < len(property_name):
-            raise OvspecError(f"#: in this tool format no parameter can be called {property_name!r:.80}; rename it.")
+            raise OvspecError(f"#: this tool format can't have a parameter named {property_name!r:.80}; rename it.")
         value_expression = write_text_values(rules, node, layout)
         if value_expression:
             text_names.add(property_name)
         elif property_name in text_names:
-            raise OvspecError(f"#: in this tool format {property_name} can't be both a string and another value.")
+            raise OvspecError(f"#: in this tool format {property_name} must be always a string or never a string.")
         else:
             value_ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
             value_expression = f"{rules.node_rule_name(node)} {value_ending}"
@@ -92,7 +92,7 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpre
 
 
 def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterExpressions) -> str | None:
-    """Return the terminals of a node's texts with ``value_end`` behind them; None if some values are no texts."""
+    """Return the terminals of a node's texts, each followed by ``value_end``; None if some values aren't texts."""
     by_type = rules.graph.find_shape(node).by_type
     if [json_type for json_type, alternatives in by_type.items() if alternatives] != ["string"]:
         return None

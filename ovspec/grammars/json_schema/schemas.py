@@ -32,13 +32,13 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
     search_pattern, shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
 )  # fmt: skip
 
-# Keywords that may stand next to a $ref, or alone, without restricting a value.
+# Keywords that restrict no value, alone or next to a $ref.
 UNRESTRICTING_KEYWORDS = {*ANNOTATION_KEYWORDS, "$defs", "definitions"}
 MAX_ALTERNATIVES = 400  # of one type
 
 
 class TooManyAlternativesError(Exception):
-    """Merging gave too many alternatives."""
+    """Merging yielded too many alternatives."""
 
 
 def check_alternative_count(shape: ValueShape) -> ValueShape:
@@ -54,7 +54,7 @@ class CircularSchemaError(Exception):
 
 @dataclass
 class ValueRequirements:
-    """What a value must match: ``shape``, one option of each of ``unions``, exactly one of each of ``one_ofs``.
+    """The requirements on a value: ``shape``, one option of each of ``unions``, exactly one of each of ``one_ofs``.
 
     Unions have the JSON pointers of their keywords.
     """
@@ -69,7 +69,7 @@ class SchemaGraph:
 
     Args:
         root: the whole schema; it has been checked.
-        lenient: leave out what can't be enforced, instead of marking it as ``UnenforceableValues``.
+        lenient: leave out parts that can't be enforced, instead of marking them as ``UnenforceableValues``.
         has_no_text: returns whether no string fits an alternative.
     """
 
@@ -89,7 +89,7 @@ class SchemaGraph:
         """Return the node of the values that match ``schema``, which is at this JSON pointer."""
         passed_ids = set[int]()
         while isinstance(schema, dict) and "$ref" in schema:
-            # Until draft 7, keywords next to a $ref have no meaning.
+            # Until draft 7, keywords next to a $ref are ignored.
             if not self.old_dialect and schema.keys() - {"$ref", *UNRESTRICTING_KEYWORDS}:
                 break
             if id(schema) in passed_ids:
@@ -115,7 +115,7 @@ class SchemaGraph:
         ]
 
     def make_named_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> dict[str, SchemaNode]:
-        """Return the nodes of the schemas that a keyword has for names, if it is there."""
+        """Return the nodes of the schemas that a keyword maps names to, if it is there."""
         subschemas = schema.get(keyword, {}).items()
         return {
             property_name: self.make_node(subschema, f"{pointer}/{keyword}/{property_name}")
@@ -129,7 +129,7 @@ class SchemaGraph:
         return frozenset((schema_number, not must_match) for schema_number, must_match in node)
 
     def find_shape(self, node: SchemaNode) -> ValueShape:
-        """Return the alternatives of the values of ``node``, without those that no value fits."""
+        """Return the alternatives of the values of ``node``, without empty alternatives."""
         if node not in self._shapes:
             if node in self._nodes_in_evaluation:
                 raise CircularSchemaError(min((self._schemas[number][1] for number, _ in node if number), default="#"))
@@ -141,7 +141,7 @@ class SchemaGraph:
         return self._shapes[node]
 
     def fits_no_value(self, node: SchemaNode) -> bool:
-        """Return whether no value fits ``node``, as far as that is easy to see."""
+        """Return whether ``node`` has no values, as far as that is easy to see."""
         try:
             return node == NO_VALUE or not self.find_shape(node)
         except CircularSchemaError:  # only through values within values
@@ -183,18 +183,18 @@ class SchemaGraph:
 
     @contextlib.contextmanager
     def _limit_alternatives(self, pointer: str) -> Iterator[None]:
-        """Refuse a keyword that gives too many alternatives, or leave it out if the reading is lenient."""
+        """Refuse a keyword with too many alternatives, or leave it out if the reading is lenient."""
         try:
             yield
         except TooManyAlternativesError:
             if not self.lenient:
-                reason = f"this gives more than {MAX_ALTERNATIVES} alternatives; simplify it."
+                reason = f"this expands to more than {MAX_ALTERNATIVES} alternatives; simplify it."
                 raise OvspecError(f"{pointer}: {reason}") from None
 
     def _gather_requirements(self, node: SchemaNode) -> ValueRequirements:
         requirements = ValueRequirements()
         gathered_conditions = set[tuple[int, bool]]()
-        # Conditions with the numbers of the schemas that they come from.
+        # Conditions with the numbers of the schemas they come from.
         pending_conditions: list[tuple[tuple[int, bool], tuple[int, ...]]] = [
             (condition, ()) for condition in sorted(node)
         ]
@@ -225,7 +225,7 @@ class SchemaGraph:
         return requirements
 
     def _gather_unions(self, schema: JsonObject, pointer: str, requirements: ValueRequirements) -> list[SchemaNode]:
-        """Add the unions of a schema to ``requirements``; return the nodes that must match in any case."""
+        """Add the unions of a schema to ``requirements``; return the nodes that a value must match in any case."""
         required_nodes = self.make_list_nodes(schema, "allOf", pointer)
         for keyword in REFERENCE_KEYWORDS:
             if keyword in schema:
@@ -253,11 +253,11 @@ class SchemaGraph:
         return required_nodes
 
     def make_presence_node(self, property_name: str, pointer: str) -> SchemaNode:
-        """Return the node of the objects that have the property ``property_name``."""
+        """Return the node of the objects with the property ``property_name``."""
         return self.make_node({"type": "object", "required": [property_name]}, pointer)
 
     def are_disjoint_nodes(self, nodes: list[SchemaNode]) -> bool:
-        """Return whether no value matches two of ``nodes``, as far as that can be told."""
+        """Return whether no value matches two of ``nodes``, as far as can be proven."""
         shapes = [self.find_shape(node).by_type for node in nodes]
         return all(
             self._are_disjoint(first_alternative, second_alternative)
@@ -270,7 +270,7 @@ class SchemaGraph:
     # ------------------------------------------------------------ shapes
 
     def _intersect(self, first_shape: ValueShape, second_shape: ValueShape) -> ValueShape:
-        """Return the intersection of two shapes, without alternatives that no value fits."""
+        """Return the intersection of two shapes, without empty alternatives."""
         return check_alternative_count(intersect_shapes(first_shape, second_shape, self._prune_alternative))
 
     def _prune_shape(self, shape: ValueShape) -> ValueShape:
@@ -322,7 +322,7 @@ class SchemaGraph:
         objects = replace(objects, properties=(*objects.properties, *unlisted_required.items()))
         if objects.min_size <= len(objects.required):
             return objects
-        # All properties that aren't listed count as one, because they may have the same name.
+        # All unlisted properties count as one, because they may have the same name.
         possible_count = sum(
             is_possible_name(name) and not self.fits_no_value(node) for name, node in objects.properties
         )
@@ -332,11 +332,11 @@ class SchemaGraph:
             return objects
         if self.lenient:
             return replace(objects, min_size=possible_count + may_have_unlisted)
-        reason = f"minProperties {objects.min_size} can't be enforced for names that aren't listed"
+        reason = f"minProperties {objects.min_size} can't be enforced for unlisted names"
         return UnenforceableValues("#", reason) if may_have_unlisted else None
 
     def _make_name_test(self, names: SchemaNode) -> Callable[[str], bool]:
-        """Return a function that tells whether a name may match ``names``."""
+        """Return a function to test whether a name may match ``names``."""
         alternatives = self.find_shape(names).by_type.get("string", ()) if names else (Strings(),)
         return lambda name: any(
             not isinstance(strings, Strings) or strings.accepts_text(name) for strings in alternatives
@@ -358,11 +358,11 @@ class SchemaGraph:
         return check_alternative_count(unite_shapes(*exclusive_shapes))
 
     def _complement_branch(self, node: SchemaNode, pointer: str) -> ValueShape:
-        """Return the shape of values that don't match ``node``, an option of a oneOf."""
+        """Return the shape of the values that don't match ``node``, an option of a oneOf."""
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
             enforceable = tuple(option for option in alternatives if not isinstance(option, UnenforceableValues))
-            reason = "its options may overlap, which can't be enforced"
+            reason = "its options may overlap, so they can't be enforced"
             by_type[json_type] = enforceable or (UnenforceableValues(pointer, reason),)
         return ValueShape(by_type)
 
@@ -443,7 +443,7 @@ def make_if_cases(schema: JsonObject, pointer: str, graph: SchemaGraph) -> list[
 
 
 def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape | SchemaNode]:
-    """Yield the options of a value that doesn't match ``schema``: one for each way to break it."""
+    """Yield the options of values that break ``schema``: one for each way to break it."""
     if "type" in schema:
         yield negate_types(list_allowed_types(schema), f"{pointer}/type", graph)
     if "const" in schema:
@@ -504,7 +504,7 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
     """Return the shape of the values that have none of these types."""
     by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
-        reason = "numbers that aren't integers can't be told apart"
+        reason = "integers and other numbers can't be distinguished"
         (number_alternative,) = graph.unenforceable_shape(pointer, reason, "number").by_type["number"]
         if isinstance(number_alternative, UnenforceableValues):
             number_alternative = replace(number_alternative, non_integers=True)
@@ -513,7 +513,7 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
 
 
 def negate_values(values: list[JsonValue], pointer: str, graph: SchemaGraph) -> ValueShape:
-    """Return the shape of the values that equal none of ``values``."""
+    """Return the shape of all values except ``values``."""
     excluded_texts = frozenset(value for value in values if isinstance(value, str))
     by_type: dict[str, tuple[Alternative, ...]] = {
         **ANY_SHAPE.by_type,

@@ -19,10 +19,10 @@ NO_VALUE: SchemaNode = frozenset({(0, True)})
 
 @dataclass(frozen=True)
 class UnenforceableValues:
-    """Values that can't be told apart from forbidden ones while a text is generated.
+    """Values that can't be told apart from forbidden ones during generation.
 
-    ``dispensable``: leaving them out forbids only values that break a schema which needn't match. ``non_integers``:
-    they are numbers, but no integers.
+    ``dispensable``: leaving them out forbids only values that break a schema that needn't match. ``non_integers``: they
+    are numbers, but not integers.
     """
 
     pointer: str  # JSON pointer of the keyword
@@ -49,7 +49,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Numbers:
-    """``values``: the only ones, if not None. ``multiple_of``: all are multiples of it."""
+    """``values``: the only values, if not None. ``multiple_of``: all are multiples of it."""
 
     integer: bool = False
     low: Bound | None = None
@@ -69,7 +69,7 @@ class Numbers:
 
 
 def exact_remainder(value: Decimal, divisor: Decimal) -> int:
-    """Return the remainder of ``value / divisor``, in units of the smaller one's last digit."""
+    """Return the remainder of ``value / divisor``, in units of the smaller number's last digit."""
     scale = 10 ** max(0, -int(value.as_tuple().exponent), -int(divisor.as_tuple().exponent))
     return int(value * scale) % int(divisor * scale)
 
@@ -91,7 +91,7 @@ class Strings:
     absent_patterns: frozenset[str] = frozenset()
 
     def accepts_text(self, text: str) -> bool:
-        """Return whether ``text`` meets everything but the formats."""
+        """Return whether ``text`` satisfies everything except formats."""
         if not self.min_size <= len(text) <= self.max_size:
             return False
         if text in self.excluded or (self.values is not None and text not in self.values):
@@ -102,7 +102,7 @@ class Strings:
 
 
 def search_pattern(pattern: str, text: str, if_unreadable: bool = True) -> bool:
-    """Return whether ``pattern`` is found in ``text``, or ``if_unreadable`` if Python can't read the pattern."""
+    """Return whether ``pattern`` is found in ``text``, or ``if_unreadable`` if Python can't parse the pattern."""
     try:
         return re.search(pattern, text) is not None
     except re.error:
@@ -125,8 +125,8 @@ class Arrays:
 class Objects:
     """Objects by their properties.
 
-    ``properties``: listed names with all that applies to them. ``patterns``: (pattern of other names, node).
-    ``unlisted_node``: of names that are neither; ``unlisted_is_default``: the schema says nothing of them.
+    ``properties``: listed names with their nodes. ``patterns``: (pattern of other names, node).
+    ``unlisted_node``: of all remaining names; ``unlisted_is_default``: the schema doesn't mention them.
     ``name_node``: of all names. ``any_order``: the properties may come in any order.
     """
 
@@ -141,7 +141,7 @@ class Objects:
     unlisted_is_default: bool = True
 
     def property_node(self, property_name: str) -> SchemaNode:
-        """Return the node of the values that the property ``property_name`` may have."""
+        """Return the node of the values of the property ``property_name``."""
         listed_nodes = dict(self.properties)
         if property_name in listed_nodes:
             return listed_nodes[property_name]
@@ -160,7 +160,7 @@ JSON_TYPES: dict[str, Callable[[], Alternative]] = {
 
 @dataclass(frozen=True)
 class ValueShape:
-    """The alternatives for each JSON type; a type that is missing isn't allowed."""
+    """The alternatives for each JSON type; missing types aren't allowed."""
 
     by_type: dict[str, tuple[Alternative, ...]] = field(default_factory=dict)
 
@@ -192,7 +192,7 @@ def unite_shapes(*shapes: ValueShape) -> ValueShape:
 
 
 def join_nodes(*nodes: SchemaNode) -> SchemaNode:
-    """Return the node of values that match all ``nodes``."""
+    """Return the node of the values that match all ``nodes``."""
     joined_conditions = frozenset().union(*nodes)
     if joined_conditions >= NO_VALUE or any(
         (schema_number, not must_match) in joined_conditions for schema_number, must_match in joined_conditions
@@ -202,7 +202,7 @@ def join_nodes(*nodes: SchemaNode) -> SchemaNode:
 
 
 def intersect_alternatives(first: Alternative, second: Alternative) -> Alternative | None:
-    """Return the intersection of two alternatives of one type; None if it is empty."""
+    """Return the intersection of two alternatives of the same type; None if it is empty."""
     if first == second:
         return first
     match first, second:
@@ -267,7 +267,7 @@ def common_multiple(*multiples: Decimal) -> Decimal:
 
 
 def intersect_sizes(first: Strings | Arrays | Objects, second: Strings | Arrays | Objects) -> tuple[int, float]:
-    """Return the smallest and largest size that both allow."""
+    """Return the smallest and largest size allowed by both."""
     return max(first.min_size, second.min_size), min(first.max_size, second.max_size)
 
 
@@ -306,8 +306,8 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
         for property_name in property_names
     )
     first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
-    # A name that has a pattern of one side only belongs to the rest of the other; if it has a pattern there too, this
-    # is stricter than necessary.
+    # A name with a pattern of one side only is unlisted on the other; if it has a pattern there too, this is stricter
+    # than necessary.
     patterns = tuple(
         (
             pattern,
@@ -337,9 +337,9 @@ def shape_of_constant(value: list | dict | None, make_value_node: Callable[[Json
 
 
 def shape_of_enum(values: list[JsonValue], make_value_node: Callable[[JsonValue], SchemaNode]) -> ValueShape:
-    """Return the shape of the values in an enum; all of its strings are one alternative, and all of its numbers.
+    """Return the shape of the values in an enum; all its strings form one alternative, and so do all its numbers.
 
-    ``make_value_node`` returns the node of the values that equal its argument.
+    ``make_value_node`` returns the node of the values equal to its argument.
     """
     texts = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
     numbers = decimals_of(values)

@@ -23,9 +23,9 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
     close_object, join_nodes,
 )  # fmt: skip
 
-MAX_RULE_STATES = 20_000  # of one object or array
-MAX_UNORDERED_ITEMS = 5  # values or properties that may come in any order
-# Without \uXXXX: a key would have several spellings.
+MAX_RULE_STATES = 20_000  # per object or array
+MAX_UNORDERED_ITEMS = 5  # values or properties allowed in any order
+# Without \uXXXX: otherwise a key would have several spellings.
 ALLOWED_ESCAPES = 'nrbtf\\"'
 UNESCAPED_CHARACTER = r'[^"\\\x00-\x1f\x7f]'
 STRING_CHARACTER = r'([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])'
@@ -34,7 +34,7 @@ MAX_BOUNDED_MULTIPLE = 1000
 
 @dataclass(frozen=True)
 class JsonStyle:
-    """How texts are laid out: expressions of the white space between tokens, and of the separators."""
+    """The layout of texts: expressions of the white space between tokens, and of the separators."""
 
     white_space: str | None
     item_separator: str = ","
@@ -45,9 +45,9 @@ class JsonStyle:
 class RuleWriter:
     """Writes rules and terminals, each content once.
 
-    ``are_disjoint_patterns``: returns whether no string has both patterns. ``allows_repeats``: whether the grammar
-    allows arrays to repeat items that must differ, see ``item_tracks``. ``pending_nodes``: nodes whose rules have names
-    and aren't written yet.
+    ``are_disjoint_patterns``: returns whether no string matches both patterns. ``allows_repeats``: whether the grammar
+    allows duplicates in arrays with unique items, see ``item_tracks``. ``pending_nodes``: nodes whose rules are named
+    but not written yet.
     """
 
     graph: SchemaGraph
@@ -65,7 +65,7 @@ class RuleWriter:
         return self.write_rule(content, "T")
 
     def write_rule(self, content: str, prefix: str = "r") -> str:
-        """Write a rule, if there is none of this content; return its name."""
+        """Write a rule, unless one with this content exists; return its name."""
         if content not in self.names_by_content:
             self.names_by_content[content] = f"{prefix}{len(self.names_by_content)}"
             self.lines.append(f"{self.names_by_content[content]}: {content}")
@@ -75,14 +75,14 @@ class RuleWriter:
         return self.write_rule(" | ".join(alternatives)) if alternatives else None
 
     def node_rule_name(self, node: SchemaNode) -> str:
-        """Return the name of a node's rule, which is written later."""
+        """Return the name of a node's rule, to be written later."""
         if node not in self._node_rules:
             self._node_rules[node] = f"v{len(self._node_rules)}"
             self.pending_nodes.append((node, self._node_rules[node]))
         return self._node_rules[node]
 
     def write_node_rules(self, close_objects: bool) -> None:
-        """Write the rules of all nodes that rules refer to; raises OvspecError if something can't be enforced."""
+        """Write the rules of all referenced nodes; raises OvspecError if a part can't be enforced."""
         while self.pending_nodes:
             node, rule_name = self.pending_nodes.pop()
             self.lines.append(f"{rule_name}: {write_node_alternatives(self, node, close_objects)}")
@@ -110,7 +110,7 @@ class RuleWriter:
         return self._write_json_rule(make_string_schema(strings))
 
     def _write_unescaped_strings(self, strings: Strings) -> str:
-        """Write the strings without any escape: only they can be compared with ``absent_patterns``."""
+        """Write the strings without any escape: only these can be compared with ``absent_patterns``."""
         required_patterns = map(use_ascii_classes, sorted(strings.patterns))
         required_expressions = [make_json_string_expression(pattern) for pattern in required_patterns]
         forbidden_expressions = [make_json_string_expression(pattern) for pattern in sorted(strings.absent_patterns)]
@@ -128,7 +128,7 @@ class RuleWriter:
         return self.write_terminal(" & ".join(text_conditions))
 
     def _write_json_rule(self, schema: JsonObject) -> str:
-        """Write the rule of a number or string that llguidance's own JSON schemas describe."""
+        """Write the rule of a number or string by llguidance's own JSON schemas."""
         guidance_settings: JsonObject = {"whitespace_flexible": False}
         if self.style.white_space:
             guidance_settings = {"whitespace_pattern": self.style.white_space}
@@ -141,7 +141,7 @@ class RuleWriter:
         return self.write_terminal(f"/{escape_slashes(expression)}/")
 
     def refuse_part(self, pointer: str, reason: str) -> None:
-        """Raise OvspecError, unless parts that can't be enforced are to be left out."""
+        """Raise OvspecError, unless unenforceable parts are to be left out."""
         if not self.graph.lenient:
             raise make_refusal(pointer, reason)
 
@@ -154,10 +154,10 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
     """Return the whole grammar.
 
     Args:
-        close_objects: objects have only the listed properties, where the schema says nothing.
+        close_objects: objects have only the listed properties, where the schema doesn't mention others.
 
     Raises:
-        OvspecError: no text matches, or something can't be enforced.
+        OvspecError: no text matches, or a part can't be enforced.
     """
     root_node = rules.graph.root_node
     if rules.graph.fits_no_value(root_node):
@@ -238,7 +238,7 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
 
 
 def add_names_as_properties(objects: Objects, name_strings: list[Strings]) -> Objects:
-    """Return the objects with all of ``name_strings`` as listed properties, if they are certain values."""
+    """Return the objects with all of ``name_strings`` as listed properties, if they are known values."""
     if any(strings.values is None for strings in name_strings):
         return objects
     listed_nodes = dict(objects.properties)
@@ -252,7 +252,7 @@ def add_names_as_properties(objects: Objects, name_strings: list[Strings]) -> Ob
 
 
 def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: list[Strings], colon: str) -> str | None:
-    """Write the rule of a property that isn't listed; None if there is none."""
+    """Write the rule of an unlisted property; None if there is none."""
     listed_names = frozenset(property_name for property_name, _ in objects.properties)
     property_alternatives: list[str] = []
     for pattern, node in objects.patterns:
@@ -279,7 +279,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
         for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
             key_strings = replace(strings, excluded=strings.excluded | listed_names, absent_patterns=absent_patterns)
-            # Where it can't be said which names have none of the patterns, there are no others.
+            # If the names that match none of the patterns can't be described, there are no others.
             compared_patterns = [*key_strings.absent_patterns, *(key_strings.patterns if property_patterns else ())]
             if None not in map(make_json_string_expression, compared_patterns):
                 property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
@@ -319,7 +319,7 @@ def write_items_after_prefix(rules: RuleWriter, arrays: Arrays, comma: str) -> s
 
 
 def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
-    """Return the expressions of all items that may be in an array; None if they aren't few."""
+    """Return the expressions of all possible items of an array; None if they are many."""
     if arrays.prefix or rules.graph.fits_no_value(arrays.items):
         return None
     value_expressions: list[str] = []
@@ -338,7 +338,7 @@ def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
 
 
 def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: list[str]) -> str:
-    """Return an array of different values: in any order if they are few, else in the order of the schema."""
+    """Return an array of different values: in any order if there are few, else in the order of the schema."""
     max_count = min(arrays.max_size, len(value_expressions))
     comma = rules.write_separator(rules.style.item_separator)
     if len(value_expressions) <= MAX_UNORDERED_ITEMS:
@@ -353,7 +353,7 @@ def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: lis
 def write_in_any_order(
     rules: RuleWriter, item_expressions: list[str], min_count: int, max_count: float, comma: str
 ) -> str:
-    """Write the rule of ``min_count`` to ``max_count`` different ones of ``item_expressions``, in any order."""
+    """Write the rule of ``min_count`` to ``max_count`` different ``item_expressions``, in any order."""
 
     def write_remaining(unused_items: tuple[str, ...]) -> str:
         used_count = len(item_expressions) - len(unused_items)
@@ -379,11 +379,11 @@ def write_in_order(
         may be the same.
     """
     min_count, max_count = size_limits
-    max_counted = max(min_count if max_count == inf else int(max_count), 1)  # more aren't told apart
+    max_counted = max(min_count if max_count == inf else int(max_count), 1)  # higher counts are equivalent
     if len(item_expressions) * max_counted > MAX_RULE_STATES:
         rules.refuse_part("#", "the number of properties or items can't be enforced for so many")
         return write_in_order(rules, item_expressions, (0, inf), extra_item, comma)
-    # By the number of items before: the rule of the rest of the list; None if no rest is possible.
+    # By the number of items so far: the rule of the rest of the list; None if no rest is possible.
     item_counts = range(max_counted + 1)
     rest_rules = [
         write_extra_items(rules, min_count - item_count, max_count - item_count, item_count > 0, extra_item, comma)
@@ -401,7 +401,7 @@ def write_in_order(
                 alternatives.append(rest_without_item)
             rest_rules[item_count] = rules.write_alternation_rule(alternatives)
     if rest_rules[0] is None:
-        raise OvspecError("#: no JSON text has so many properties or items; ask for fewer.")
+        raise OvspecError("#: no JSON text can have this many properties or items; require fewer.")
     return rest_rules[0]
 
 
@@ -413,7 +413,7 @@ def write_extra_items(
     extra_item: str | None,
     comma: str,
 ) -> str | None:
-    """Write the rule of the extra items at the end of a list, ``max_extra_count`` at most; None if too many lack."""
+    """Write the rule of the extra items at a list's end, ``max_extra_count`` at most; None if too many are missing."""
     if lacking_count > 1 or (lacking_count == 1 and (extra_item is None or max_extra_count == 0)):
         return None
     if extra_item is None or max_extra_count == 0:
@@ -447,7 +447,7 @@ def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
     assert allowed_numbers.multiple_of
     json_type = "integer" if allowed_numbers.integer else "number"
     schema: JsonObject = {"type": json_type, "multipleOf": to_json_number(allowed_numbers.multiple_of)}
-    needs_bounds = allowed_numbers.multiple_of < MAX_BOUNDED_MULTIPLE  # else the bounds would take llguidance too long
+    needs_bounds = allowed_numbers.multiple_of < MAX_BOUNDED_MULTIPLE  # otherwise llguidance would be too slow
     default_bounds = (
         (allowed_numbers.low, "Minimum", -numbers.LARGEST_EXACT_NUMBER),
         (allowed_numbers.high, "Maximum", numbers.LARGEST_EXACT_NUMBER),
@@ -462,7 +462,7 @@ def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
 
 
 def size_quantifier(strings: Strings) -> str:
-    """Return the repetition of a character with which an expression has the right lengths."""
+    """Return the repetition of a character that gives an expression the right lengths."""
     if strings.max_size < inf:
         return f"{{{strings.min_size},{strings.max_size}}}"
     return f"{{{strings.min_size},}}" if strings.min_size else "*"
@@ -487,12 +487,12 @@ def make_string_schema(strings: Strings) -> JsonObject:
 
 
 def quote_json_string(value: str) -> str:
-    """Return a literal of Lark that is the JSON string of ``value``."""
+    """Return a Lark literal of the JSON string of ``value``."""
     return quote_literal(json.dumps(value, ensure_ascii=False))
 
 
 def quote_literal(text: str) -> str:
-    """Return a literal of Lark that is ``text``."""
+    """Return a Lark literal of ``text``."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
-"""The formats in which models write tool calls; one file a family.
+"""The models' formats of tool calls; one file per family.
 
-docs/how-to/add-a-tool-format.md says how to add one.
+docs/how-to/add-a-tool-format.md shows how to add a format.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from ovspec.params.tool_formats.layout import ToolFormat
 
 
 def load_tool_formats() -> dict[str, ToolFormat]:
-    """Return the formats in the files of this folder by their names."""
+    """Return name -> format, from the files of this folder."""
     modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     return {
         module_value.name: module_value

@@ -1,4 +1,4 @@
-"""Apriel 1.5 and 1.6: a list of JSON objects within one tag; calls have ids only in what the template renders."""
+"""Apriel 1.5 and 1.6: a list of JSON objects within a tag; only calls rendered by the template have ids."""
 
 from ovspec.params.tool_formats.layout import ToolFormat
 

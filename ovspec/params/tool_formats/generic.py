@@ -1,4 +1,4 @@
-"""The format for models whose chat template has no tools, or a format of its own: told in the system prompt."""
+"""The format for chat templates without tools or with an unknown format, described in the system prompt."""
 
 from dataclasses import replace
 

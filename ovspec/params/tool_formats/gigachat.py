@@ -1,4 +1,4 @@
-"""GigaChat 3.1: one call as a JSON object after a special token."""
+"""GigaChat 3.1: a single call as a JSON object after a special token."""
 
 from ovspec.params.tool_formats.layout import ToolFormat, split_calls
 

@@ -1,13 +1,13 @@
 """Harmony, the format of gpt-oss: a call is a message to functions.NAME, in the channel commentary.
 
-https://github.com/openai/harmony describes it.
+See https://github.com/openai/harmony.
 """
 
 from ovspec.params.tool_formats.layout import Message, ToolFormat, split_calls
 
 
 def move_text_into_thinking(messages: list[Message]) -> list[Message]:
-    """Put what comes before a call into "thinking", from where the template takes it."""
+    """Move the text before a call into "thinking", where the template reads it."""
     converted = list[Message]()
     for message in split_calls(messages):
         if message.get("tool_calls") and (reasoning := message.get("reasoning_content")):

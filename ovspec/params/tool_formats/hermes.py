@@ -1,4 +1,4 @@
-"""Hermes: Nous Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, and many that followed them."""
+"""Hermes: Nous Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, and many successors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a tool format is: how a family of models writes tool calls, and how its chat template takes them back."""
+"""The description of a tool format: tool calls in a model family's answers and in its chat template."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
-CALL_SLOTS = ("NAME", "ID", "INDEX", "ARGUMENTS")  # the parts of a call that aren't the same in every call
-SLOT_PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots whose text nothing depends on
+CALL_SLOTS = ("NAME", "ID", "INDEX", "ARGUMENTS")  # the variable parts of a call
+SLOT_PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots with arbitrary text
 
 
 class ParameterLayout(NamedTuple):
-    """Arguments that are written one by one, strings without quotes: what surrounds each name and value."""
+    """The texts around the names and values of separately written arguments, with strings unquoted."""
 
     before_name: str
     after_name: str
@@ -24,21 +24,21 @@ class ParameterLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls. Special tokens are spelt out.
+    """A model family's format of tool calls. Special tokens are spelt out.
 
-    name: as the option ``tool_format`` has it.
-    calls: the ways to write a call, as texts and slots; the first is the usual one.
-    triggers: each begins calls in an answer, and so begins ``before_calls`` and one of ``calls``. With {NAME} there is
-        one for each tool.
-    before_calls, between_calls, after_calls: around all calls, and between two; without ``between_calls`` an
-        answer has one call.
-    calls_within_text: whether calls may be found within text; otherwise they are the whole answer, or a message of it.
-    parameters: for arguments that aren't one JSON object.
-    tools_variable: what the template calls the tools.
+    name: the value of the option ``tool_format``.
+    calls: the forms of a call, as texts and slots; the usual form comes first.
+    triggers: texts at the beginning of calls in an answer: prefixes of ``before_calls`` plus a form in ``calls``. A
+        trigger with {NAME} stands for a trigger per tool.
+    before_calls, between_calls, after_calls: texts around all calls, and between calls; without ``between_calls`` an
+        answer has at most a single call.
+    calls_within_text: whether calls may be within text; otherwise they are the whole answer, or a message of it.
+    parameters: for arguments in another form than a JSON object.
+    tools_variable: the template's variable with the tools.
     adapt_messages: changes OpenAI's messages for the template; their arguments are objects.
-    template_has_tools: whether the template renders tools; otherwise the system prompt tells of them.
-    id_length: number of characters of a call's id, if the template demands that.
-    template_marks: texts of a chat template by which the format is known, where the template doesn't render calls.
+    template_has_tools: whether the template renders tools; otherwise the system prompt describes them.
+    id_length: the number of characters in a call's id, if the template demands a length.
+    template_marks: texts in a chat template for detecting the format, if the template doesn't render calls.
     """
 
     name: str
@@ -56,13 +56,13 @@ class ToolFormat:
     template_marks: tuple[str, ...] = ()
 
     def fixed_texts(self) -> Iterable[str]:
-        """Yield all texts that surround what calls say."""
+        """Yield all fixed texts around names and arguments."""
         yield from (self.before_calls, self.between_calls or "", self.after_calls, *self.triggers)
         yield from (call_part for call_parts in self.calls for call_part in call_parts if call_part not in CALL_SLOTS)
         yield from self.parameters or ()
 
     def write_calls(self, calls: Iterable[tuple[str, Any]], call_index: int = 0) -> str:
-        """Return the text of calls, each (name, arguments as an object), in the usual or another ``call_index``."""
+        """Return the text of calls, each (name, arguments as an object), in the form ``calls[call_index]``."""
         call_texts = list[str]()
         for call_number, (tool_name, call_arguments) in enumerate(calls):
             slot_values = {
@@ -76,7 +76,7 @@ class ToolFormat:
 
     def _write_arguments(self, call_arguments: Any) -> str:
         layout = self.parameters
-        if isinstance(call_arguments, str):  # the call was cut off
+        if isinstance(call_arguments, str):  # a truncated call
             return call_arguments
         if not layout:
             return json.dumps(call_arguments, ensure_ascii=False)
@@ -99,7 +99,7 @@ To call functions, write their names and arguments in this format, and nothing a
 
 
 def describe_tools(format: ToolFormat, tools: Sequence[Any]) -> str:
-    """Return what the system prompt says of tools, where the chat template doesn't."""
+    """Return the description of tools for the system prompt, for chat templates without tools."""
     example = format.write_calls([("function-name", {"argument-name": "value"})])
     signatures = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return TOOLS_PROMPT.format(tools="\n".join(signatures), example=example)
@@ -118,9 +118,9 @@ def add_to_system_prompt(messages: list[Message], text: str, as_system_message: 
 
 
 def join_system_messages(messages: list[Message], as_system_message: bool) -> list[Message]:
-    """Join the system messages that a chat begins with, and let the user say the later ones.
+    """Join the system messages at the beginning of a chat, and turn later system messages into the user's.
 
-    If ``as_system_message`` is false, the user says all of them.
+    If ``as_system_message`` is false, all system messages become the user's.
     """
     system_messages = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     later_messages = messages[len(system_messages) :]
@@ -134,7 +134,7 @@ def join_system_messages(messages: list[Message], as_system_message: bool) -> li
 
 
 def join_consecutive_messages(messages: list[Message]) -> list[Message]:
-    """Join messages of the user, and of the assistant, that follow each other; leave out answers that say nothing."""
+    """Join consecutive messages of the user, and of the assistant; leave out empty answers."""
     turns = list[list[Message]]()
     for message in messages:
         role = message["role"]
@@ -149,7 +149,7 @@ def join_consecutive_messages(messages: list[Message]) -> list[Message]:
 
 
 def join_messages(turn: list[Message]) -> Message:
-    """Return one message that says what several say; only the last of them may call."""
+    """Return a single message with the texts of several; only the last message may have calls."""
     texts = {
         field_name: "\n\n".join(message[field_name] for message in turn if message.get(field_name))
         for field_name in ("content", "reasoning_content")
@@ -158,7 +158,7 @@ def join_messages(turn: list[Message]) -> Message:
 
 
 def append_user_text_to_results(messages: list[Message]) -> list[Message]:
-    """Add what the user says right after the results of tools to the last of them."""
+    """Append a user message right after tool results to the last result."""
     joined_messages = list[Message]()
     for message in messages:
         if message["role"] == "user" and joined_messages and joined_messages[-1]["role"] == "tool":
@@ -175,9 +175,9 @@ def read_name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def split_calls(messages: list[Message]) -> list[Message]:
-    """Split messages with several calls, each call followed by its result: for templates that take one at a time."""
+    """Split messages with several calls, each call before its result: for templates with one call per message."""
     split_messages: list[Message] = []
-    waiting_calls: list[Message] = []  # the calls whose results haven't come
+    waiting_calls: list[Message] = []  # calls without results so far
     for message in messages:
         if message["role"] == "tool" and waiting_calls:
             call = next((call for call in waiting_calls if call["id"] == message.get("tool_call_id")), waiting_calls[0])
@@ -194,7 +194,7 @@ def split_calls(messages: list[Message]) -> list[Message]:
 
 
 def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
-    """Return a function that writes calls into the text of messages: for templates that don't render them."""
+    """Return a function for writing calls into the text of messages: for templates without calls."""
 
     def write_calls_as_text(messages: list[Message]) -> list[Message]:
         converted = list[Message]()
@@ -210,7 +210,7 @@ def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Mess
 
 
 def move_results_to_user(messages: list[Message]) -> list[Message]:
-    """Turn tool results into messages of the user, those that follow each other into one."""
+    """Turn tool results into user messages, consecutive results into a single message."""
     converted = list[Message]()
     for are_results, message_group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         if are_results:
@@ -222,7 +222,7 @@ def move_results_to_user(messages: list[Message]) -> list[Message]:
 
 
 def shorten_call_id(id: str, length: int | None) -> str:
-    """Return ``id``, or one converted of it, with ``length`` letters and digits; None for any length."""
+    """Return ``id``, or its hash, with ``length`` letters and digits; None for any length."""
     if not length or (len(id) == length and id.isascii() and id.isalnum()):
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:length]

@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: an answer that is one call as a JSON object."""
+"""Llama 3.1 to 3.3: an answer consists of a single call as a JSON object."""
 
 from ovspec.params.tool_formats.layout import ToolFormat, split_calls
 
@@ -7,6 +7,6 @@ LLAMA3 = ToolFormat(
     name="llama3",
     calls=(CALL_PARTS, ("<|python_tag|>" + CALL_PARTS[0], *CALL_PARTS[1:])),
     triggers=('{"name": "{NAME}"', '<|python_tag|>{"name": "{NAME}"'),
-    calls_within_text=False,  # elsewhere it would be JSON that the user asked for
+    calls_within_text=False,  # elsewhere it may be JSON for the user
     adapt_messages=split_calls,
 )

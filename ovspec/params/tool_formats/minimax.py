@@ -1,4 +1,4 @@
-"""MiniMax M2: the arguments as XML elements, strings without quotes, all calls within one tag."""
+"""MiniMax M2: the arguments as XML elements, strings without quotes, all calls within a single tag."""
 
 from ovspec.params.tool_formats.layout import ParameterLayout, ToolFormat
 

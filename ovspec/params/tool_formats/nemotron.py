@@ -1,4 +1,4 @@
-"""Nemotron Nano 2: a list of JSON objects within one tag."""
+"""Nemotron Nano 2: a list of JSON objects within a tag."""
 
 from ovspec.params.tool_formats.layout import ToolFormat
 

@@ -31,20 +31,20 @@ class StreamOptions(
 ):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
+    include_usage: bool | None = Field(None, description="Send the usage in a final chunk.")
 
 
 class OpenAIBody(
     create_model("Options", __base__=TextRequestBody, **OPTION_FIELDS, **define_ignored_fields(*FIELDS_WITHOUT_EFFECT))
 ):
-    """The fields that all requests of OpenAI's older APIs have."""
+    """The common fields of requests in OpenAI's older APIs."""
 
     response_format: dict[str, Any] | None = Field(
         None,
-        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
-        'A "schema" may also be given beside the type, as in llama.cpp. Not with a grammar option.',
+        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". A '
+        '"schema" next to the type works too, as in llama.cpp. Can\'t be combined with grammar options.',
     )
-    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
+    stream_options: StreamOptions | None = Field(None, description="Extra information in a stream.")
 
 
 class InsideFields(RequestBody):
@@ -63,21 +63,21 @@ class ChatBody(ChatEndingFields, OpenAIBody):
 
     messages: CHAT_MESSAGES = Field(description="The chat so far: objects with role and content.")
     logprobs: bool | None = Field(None, description="Report each token's log-probability.")
-    top_logprobs: TOP_LOGPROBS = Field(None, description="And those of this many of the most likely ones.")
+    top_logprobs: TOP_LOGPROBS = Field(None, description="Also report this many top alternatives at each position.")
 
 
 class CompletionBody(OpenAIBody):
     """Texts to be continued."""
 
-    prompt: PROMPT_OR_PROMPTS = Field(description="A text or token ids, or a list of these.")
+    prompt: PROMPT_OR_PROMPTS = Field(description="A text or token ids, or a list of such prompts.")
     echo: bool | None = Field(None, description="Repeat the prompt in front of each text.")
     logprobs: TOP_LOGPROBS = Field(
-        None, description="Report each token's log-probability, and those of this many others."
+        None, description="Report each token's log-probability, and this many top alternatives."
     )
 
 
 class BatchLineBody(ChatEndingFields, OpenAIBody):
-    """A line of a batch file that isn't a request of OpenAI's API."""
+    """A line of a batch file other than a request of OpenAI's API."""
 
     messages: CHAT_MESSAGES | None = None
     prompt: PROMPT_OR_PROMPTS | None = None
@@ -95,6 +95,6 @@ class CompletionRequest(CompletionBody, InsideFields, OtherServersFields):
 
     suffix: str | None = Field(
         None,
-        description="What comes behind the text, which is generated between the prompt and this; for models whose "
-        "vocabulary has fill-in-the-middle tokens. Not with echo, several prompts or token ids.",
+        description="The text after the gap to fill; for models with fill-in-the-middle tokens. Can't be combined "
+        "with echo, several prompts or token ids.",
     )

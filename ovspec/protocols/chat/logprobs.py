@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's API."""
+"""Log-probabilities in the forms of OpenAI's API."""
 
 from ovspec.base.json_types import JsonObject
 from ovspec.engine.results import Result
@@ -7,7 +7,7 @@ from ovspec.protocols.reply import ReplyModel
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.text.tokenizer import Tokenizer
 
-LOWEST_LOGPROB = -9999.0  # OpenAI's number for a log-probability of -inf, which JSON can't hold
+LOWEST_LOGPROB = -9999.0  # OpenAI's number in place of -inf, which JSON lacks
 
 
 class LikelyToken(ReplyModel):
@@ -33,7 +33,7 @@ class CompletionLogprobs(ReplyModel):
 
 
 def requested_top_count(result: Result) -> int:
-    """Return the number of most likely tokens that a request asked for at each position."""
+    """Return the requested number of top alternatives per position."""
     return (result.record and result.record.params.logprobs) or 0
 
 

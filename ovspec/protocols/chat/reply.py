@@ -1,4 +1,4 @@
-"""Replies to OpenAI's chats and completions: their parts, whole ones, and the chunks of a stream."""
+"""Replies to OpenAI's chats and completions: their parts, whole replies, and the chunks of a stream."""
 
 import secrets
 import time
@@ -24,12 +24,12 @@ from ovspec.text.answer import ToolCall
 
 
 class PromptTokensDetails(ReplyModel):
-    cached_tokens: int = Field(description="Tokens of the prompt that were in the KV cache already.")
+    cached_tokens: int = Field(description="Prompt tokens found in the KV cache.")
 
 
 class CompletionTokensDetails(ReplyModel):
-    accepted_prediction_tokens: int = Field(description="Proposed tokens that were accepted.")
-    rejected_prediction_tokens: int = Field(description="Proposed tokens that were rejected.")
+    accepted_prediction_tokens: int = Field(description="Accepted tokens of drafters.")
+    rejected_prediction_tokens: int = Field(description="Rejected tokens of drafters.")
     reasoning_tokens: int = Field(description="Tokens of thinking.")
 
 
@@ -42,24 +42,24 @@ class Usage(ReplyModel):
 
 
 class Choice(ReplyModel):
-    """A text, or a part of it in a stream, where all but the last part have a finish reason of null."""
+    """A text, or a part of it in a stream; only the last part has a finish reason."""
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    record: JsonObject = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
-    schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
+    record: JsonObject = Field(default={}, description="With return_record: the record for 'ovspec verify'.")
+    schema_errors: list[str] = Field(default=[], description="In the mode checked: violations of the schema.")
     token_sources: list[TokenSource] = Field(default=[], description="With return_token_sources: the tokens.")
 
 
 class FunctionCall(ReplyModel):
     name: str = ""
-    arguments: str = Field("", description="JSON; the last call may be cut off where the finish reason is length.")
+    arguments: str = Field("", description="JSON; truncated in the last call if the finish reason is length.")
 
 
 class ChatToolCall(ReplyModel):
-    """A call of a tool, or a part of it in a stream, where only the first part has id, type and name."""
+    """A tool call, or a part of it in a stream; only the first part has id, type and name."""
 
-    index: int = Field(0, description="In a stream: which call this belongs to.")
+    index: int = Field(0, description="In a stream: the index of the call.")
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -113,7 +113,7 @@ class Completion(OpenAIReply):
 
 
 class Chunk(ReplyModel):
-    """A chunk of a stream. ``usage`` is null in all but the last one, if it was asked for."""
+    """A chunk of a stream. ``usage``, if requested, is null except in the last chunk."""
 
     id: str
     object: Literal["chat.completion.chunk", "text_completion"]
@@ -191,7 +191,7 @@ class ChatReplyMaker(ReplyMaker):
             return None
         echo = self._echoes[index]
         piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
-        if result.thinking or result.tool_calls:  # then the tokens spell more than the text
+        if result.thinking or result.tool_calls:  # the tokens are longer than the text
             placed_tokens = place_chat_tokens(piece)
         else:
             placed_tokens = PlacedTokenStream(self._tokenizer, len(echo.text)).push(piece)
@@ -214,7 +214,7 @@ class ChatReplyMaker(ReplyMaker):
         ]
 
     def piece_events(self, index: int, piece: Piece) -> Events:
-        """Return the chunks for a piece of a text; none if it adds nothing to the reply."""
+        """Return the chunks for a piece of a text; possibly none."""
         chunks = list[Chunk]()
         placed_tokens: list[PlacedToken] | None = None
         if self._placed_token_streams and self._rows[index].parses_answer:
@@ -238,7 +238,7 @@ class ChatReplyMaker(ReplyMaker):
         return chunks
 
     def last_events(self) -> Events:
-        """Return the last events: the usage, if it was requested, and the end."""
+        """Return the last events: the usage, if requested, and the end."""
         if not self._request.include_usage:
             return [DONE_EVENT]
         chunk = Chunk(**self._identity, choices=[])
@@ -261,7 +261,7 @@ class ChatReplyMaker(ReplyMaker):
 
 
 def make_chat_message(result: Result) -> ChatMessage:
-    """Return the message of a text; with calls and no text its content is null, as OpenAI's is."""
+    """Return the message of a text; with calls and no text, its content is null, as in OpenAI's API."""
     message_fields: JsonObject = {"content": result.text}
     if result.tool_calls:
         message_fields = {"content": result.text or None}
@@ -272,7 +272,7 @@ def make_chat_message(result: Result) -> ChatMessage:
 
 
 def make_chat_tool_call(call: ToolCall, in_stream: bool = True) -> ChatToolCall:
-    """Return a call, or a part of one in a stream."""
+    """Return a call, or a part of a call in a stream."""
     function_fields: JsonObject = {"arguments": call.arguments}
     call_fields: JsonObject = {}
     if in_stream:
@@ -284,7 +284,7 @@ def make_chat_tool_call(call: ToolCall, in_stream: bool = True) -> ChatToolCall:
 
 
 def make_openai_usage(stats: list[Stats], texts_per_prompt: int) -> Usage:
-    """Return the usage of a request with ``texts_per_prompt`` texts for each prompt."""
+    """Return the usage of a request with ``texts_per_prompt`` texts per prompt."""
     prompt_stats = stats[::texts_per_prompt]
     prompt_tokens = sum(prompt.prompt_tokens for prompt in prompt_stats)
     generated_tokens = sum(text.generated_tokens for text in stats)
@@ -303,12 +303,12 @@ def make_openai_usage(stats: list[Stats], texts_per_prompt: int) -> Usage:
 
 
 def new_reply_identity(id_prefix: str, model: str, id_suffix: str | None = None) -> JsonObject:
-    """Return the fields that a reply, or each chunk of it, begins with; ``id_suffix``: its id after ``id_prefix``."""
+    """Return the first fields of a reply or its chunks; ``id_suffix``: the id after ``id_prefix``."""
     return {"id": id_prefix + (id_suffix or secrets.token_hex(12)), "created": int(time.time()), "model": model}
 
 
 def make_ending_fields(request: TextRequest, result: Result, echo: str) -> JsonObject:
-    """Return the fields that say how a text ended; ``echo``: the repeated prompt before it."""
+    """Return the fields for the end of a text; ``echo``: the repeated prompt before it."""
     ending_fields: JsonObject = {"finish_reason": "stop"}
     if result.finish_reason == "length":
         ending_fields["finish_reason"] = "length"
@@ -322,7 +322,7 @@ def make_ending_fields(request: TextRequest, result: Result, echo: str) -> JsonO
 
 
 def make_verification_record(result: Result, echo: str) -> JsonObject:
-    """Return the record that ``ovspec verify`` checks; its ``echo``: the characters of the prompt in the text."""
+    """Return the record for ``ovspec verify``; its ``echo``: the number of prompt characters in the text."""
     record = record_as_json(result) or {}
     record |= {"token_ids": result.token_ids, "finish_reason": result.finish_reason}
     if echo:

@@ -26,7 +26,7 @@ RESPONSE_FORMAT_FIELDS = {"text": set[str](), "json_object": {"schema"}, "json_s
 
 
 def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
-    """Return the request in a body; raises RequestError for fields that can't be met together."""
+    """Return the request in a body; raises RequestError for conflicting fields."""
     messages = getattr(body, "messages", None)
     prompt = getattr(body, "prompt", None)
     if (messages is None) == (prompt is None):
@@ -42,9 +42,9 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
         prompt = template_messages
     if suffix := getattr(body, "suffix", None):
         if echo:
-            raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
+            raise RequestError("suffix can't be combined with echo; leave one out.", "suffix")
         if not isinstance(prompt, str):
-            raise RequestError("suffix needs a prompt that is one string.", "suffix")
+            raise RequestError("suffix needs a single string as the prompt.", "suffix")
         prompt = InfillPrompt(prompt, suffix)
     prompts: Any = prompt if is_nonempty_prompt_list(prompt) else [prompt]
     return replace(build_text_request(body, kind, prompts, echo), ignored=(*ignored,))
@@ -75,7 +75,7 @@ def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo
 
 
 def set_logprobs_option(body: Any, overrides: Overrides) -> None:
-    """Set OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs``, as an option."""
+    """Set the option of OpenAI's ``logprobs``, a number, or a boolean with ``top_logprobs``."""
     logprobs = getattr(body, "logprobs", None)
     top_logprobs = getattr(body, "top_logprobs", None)
     if top_logprobs is not None and logprobs is not True:
@@ -119,43 +119,42 @@ MAX_TOOL_CALLS = 1000  # of a message
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-# The words for parts that aren't text, in which the model reads that they were left out.
+# The names of omitted media in the model's prompt.
 MEDIA_KINDS = ("image", "audio", "video", "document", "file")
 
 
 def check_chat_ending(body: ChatEndingFields, template_messages: list[Message]) -> None:
-    """Raise RequestError if a body asks for another ending than its chat has: continued, or a new message."""
+    """Raise RequestError if a body's ending, continued or a new message, doesn't match its chat."""
     is_continued = find_begun_answer(template_messages) is not None
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
-            "`continue_final_message` and `add_generation_prompt` can't both be true; leave one of them out.",
+            "`continue_final_message` and `add_generation_prompt` can't both be true; leave one out.",
             "continue_final_message",
         )
     if body.continue_final_message and not is_continued:
         raise RequestError(
-            "`continue_final_message` needs an assistant's message without calls as the last; leave it out.",
+            "`continue_final_message` needs an assistant message without tool calls at the end; leave it out.",
             "continue_final_message",
         )
     if body.continue_final_message is False and is_continued:
         raise RequestError(
-            "`continue_final_message` is false, but a last message of the assistant is always continued; leave it "
+            "`continue_final_message` is false, but an assistant message at the end is always continued; leave it "
             "out, or end with another message.",
             "continue_final_message",
         )
     if body.add_generation_prompt is False and not is_continued:
         raise RequestError(
-            "`add_generation_prompt` is false, which needs a last message that is continued, the assistant's; leave "
-            "it out.",
+            "`add_generation_prompt` is false, but there is no assistant message at the end to continue; leave it out.",
             "add_generation_prompt",
         )
 
 
 def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any_field: bool = False) -> list[Message]:
-    """Return messages as chat templates take them.
+    """Return messages in the form for chat templates.
 
-    Only the system's and the user's last message must be readable: clients send all earlier messages back. Other
-    messages' unreadable parts are left out, and their names are added to ``ignored``. ``any_field``:
-    messages may have other fields.
+    Only the system message and the user's last message must be readable, since clients send back all earlier messages.
+    Other messages' unreadable parts are left out; their names go to ``ignored``. ``any_field``: messages may have other
+    fields.
     """
     user_indices = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     last_user_index = max(user_indices, default=-1)
@@ -166,11 +165,11 @@ def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any
 
 
 def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool, any_field: bool = False) -> Message:
-    """Return ``message`` as chat templates take it: its content a string, and its role known to them."""
+    """Return ``message`` in the form for chat templates, with a string as content and a common role."""
     # OpenAI's clients send null and empty fields back with the assistant's answers.
     fields = {field: value for field, value in message.items() if value not in (None, [])}
     if "function_call" in fields:
-        raise make_message_error("function_call can't be read; send the call in tool_calls.")
+        raise make_message_error("function_call is not supported; send the call in tool_calls.")
     if "reasoning" in fields:  # vLLM's name
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     if not any_field:
@@ -179,7 +178,7 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
         if not isinstance(fields.get(field, ""), str):
             raise make_message_error(f"{field} must be a string.")
     if not isinstance(role := fields.get("role"), str):
-        raise make_message_error("each needs a role, such as user.")
+        raise make_message_error("each message needs a role, such as user.")
     if role not in CHAT_ROLES:
         raise make_message_error(
             f"the role of a message is {role!r:.40}; it must be {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}."
@@ -193,11 +192,11 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
 
 
 def to_template_calls(calls: JsonValue) -> list[JsonObject]:
-    """Return the tool calls of a message as chat templates take them; raises RequestError."""
+    """Return a message's tool calls in the form for chat templates; raises RequestError."""
     if not isinstance(calls, list):
         raise make_message_error("tool_calls must be a list.")
     if len(calls) > MAX_TOOL_CALLS:
-        raise make_message_error(f"one has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
+        raise make_message_error(f"a message has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
     return [to_template_call(call) for call in calls]
 
 
@@ -205,37 +204,37 @@ def to_template_call(call: JsonValue) -> JsonObject:
     is_function = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_function else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise make_message_error("each of tool_calls must be of the type function and have a function with a name.")
+        raise make_message_error("each tool call must have the type function and a function with a name.")
     if not isinstance(call_id := call.get("id") or "", str):
-        raise make_message_error(f"the id of a call of {function['name']:.80} must be a string.")
+        raise make_message_error(f"the id of a call to {function['name']:.80} must be a string.")
     name_and_arguments = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
     template_call: JsonObject = {"type": "function", "function": name_and_arguments}
     return {"id": call_id, **template_call} if call_id else template_call
 
 
 def flatten_content(content: JsonValue, ignored: IgnoredNames, text_only: bool) -> str:
-    """Return the content of a message as one string; or raise RequestError for other parts than text."""
+    """Return a message's content as a single string; raises RequestError for unreadable parts."""
     if isinstance(content, str):
         return content
     if content is None and not text_only:
         return ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise make_message_error("each needs content, which is a string or a list of parts of the type text.")
+        raise make_message_error("each message needs content: a string, or a list of text parts.")
     return "\n".join(read_text_part(part, ignored, text_only) for part in content)
 
 
 def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> str:
-    """Return the text of a part of a content, or the words that the model reads instead of it."""
+    """Return the text of a part of a content, or its placeholder for the model."""
     part_type = part.get("type")
     if part_type not in ("text", "refusal"):
         if text_only:
-            raise make_message_error(f"content of the type {part_type!s:.40} can't be read; only text can.")
+            raise make_message_error(f"content of the type {part_type!s:.40} is not supported; send text.")
         return describe_omitted_part(part_type, ignored)
     text = part.get(part_type)
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_message_error(f"a part of the type {part_type} needs a {part_type}, which is a string.")
+        raise make_message_error(f"a part of the type {part_type} needs a string as {part_type}.")
     fields = [field for field in part if part[field] is not None]
     message = f"messages: {{name}} is not a field of a part of the type {part_type}"
     refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, part_type}, message, "messages")
@@ -243,7 +242,7 @@ def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
 
 
 def describe_omitted_part(part_type: JsonValue, ignored: IgnoredNames) -> str:
-    """Return the words that the model reads instead of an unreadable part, whose name is added to ``ignored``."""
+    """Return the placeholder of an unreadable part; its name is added to ``ignored``."""
     part_name = f"{part_type!s:.40}"
     add_ignored(f"content.{part_name}", ignored)
     media_kind = next((media_kind for media_kind in MEDIA_KINDS if media_kind in part_name), part_name)

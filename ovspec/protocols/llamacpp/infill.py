@@ -20,34 +20,34 @@ from ovspec.protocols.timings import Timings, make_llamacpp_timings
 from ovspec.text.infill import DEFAULT_CHUNK_FILE, FileChunk, InfillPrompt
 
 StopType = Literal["eos", "limit", "word"]
-# By finish reason, if no stop string ended the text.
+# By finish reason, for texts without a final stop string.
 STOP_TYPES: dict[str, StopType] = {"eos": "eos", "stop": "eos", "length": "limit", "cancelled": "limit"}
 
 
 def read_input_extra(input_extra: JsonValue) -> tuple[FileChunk, ...]:
-    """Return ``input_extra``; fields that editors add for themselves are left out."""
+    """Return ``input_extra`` without the editors' extra fields."""
     if isinstance(input_extra, list) and all(isinstance(chunk, Mapping) for chunk in input_extra):
         chunks = [FileChunk(chunk.get("text"), chunk.get("filename", DEFAULT_CHUNK_FILE)) for chunk in input_extra]
         if all(isinstance(chunk_part, str) for chunk in chunks for chunk_part in chunk):
             return tuple(chunks)
-    raise PydanticCustomError("problem", "must be a list of objects with a text and a filename, which are strings")
+    raise PydanticCustomError("problem", "must be a list of objects with the strings text and filename")
 
 
 class InfillRequest(OpenAIBody, OtherServersFields):
-    """A place in a text, to be filled."""
+    """A gap in a text, to be filled."""
 
-    input_prefix: str = Field(description="What comes before the text.")
-    input_suffix: str = Field(description="What comes behind it.")
+    input_prefix: str = Field(description="The text before the gap.")
+    input_suffix: str = Field(description="The text after the gap.")
     input_extra: Annotated[Any, PlainValidator(read_input_extra, json_schema_input_type=list[JsonObject])] = Field(
         (),
-        description="Parts of other files, as objects with filename and text. Where the prompt is too long, the first "
-        "ones are left out.",
+        description="Parts of other files, as objects with filename and text. If the prompt is too long, the first "
+        "parts are left out.",
     )
-    prompt: str | None = Field(None, description="What the text begins with.")
+    prompt: str | None = Field(None, description="The beginning of the generated text.")
     response_fields: Annotated[list[str], FAIL_FAST] | None = Field(
         None,
-        description='The fields that the answer has, such as "content" or "timings/prompt_n", which then is a field of '
-        "that name; unknown ones are left out. Default: all.",
+        description='Fields to return, such as "content" or "timings/prompt_n", under these names; unknown names are '
+        "left out. Default: all.",
     )
 
 
@@ -57,7 +57,7 @@ class InfillDelta(ReplyModel):
     index: int
     content: str
     tokens: list[int] = Field(description="Empty.")
-    stop: bool = Field(description="Whether this is the text's last part, which has all other fields, too.")
+    stop: bool = Field(description="Whether this is the text's last part; only this part has the other fields.")
 
 
 class InfillReplyModel(InfillDelta):
@@ -65,24 +65,24 @@ class InfillReplyModel(InfillDelta):
 
     model: str
     tokens_predicted: int
-    tokens_evaluated: int = Field(description="Tokens of the prompt.")
-    tokens_cached: int = Field(description="Those of them that were in the KV cache already.")
+    tokens_evaluated: int = Field(description="Prompt tokens.")
+    tokens_cached: int = Field(description="Prompt tokens found in the KV cache.")
     truncated: bool = Field(description="Whether the context ended the text.")
     stop_type: StopType
-    stopping_word: str = Field(description="The stop string that ended the text.")
+    stopping_word: str = Field(description="The stop string at the end of the text.")
     has_new_line: bool
     prompt: str = Field(description="The whole prompt, with its tokens spelt.")
     generation_settings: JsonObject = Field(description="As in /props, and n_ctx.")
     timings: Timings
-    record: JsonObject = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
+    record: JsonObject = Field(default={}, description="With return_record: the record for 'ovspec verify'.")
 
 
 class InfillReplies(RootModel[InfillReplyModel | list[InfillReplyModel | JsonObject] | JsonObject]):
-    """A text, or a list of several; with response_fields, each has only these."""
+    """A text, or a list of texts; with response_fields, each has only these fields."""
 
 
 def read_infill_request(body: InfillRequest) -> TextRequest:
-    """Return the request in a body; raises RequestError for fields that can't be met together."""
+    """Return the request in a body; raises RequestError for conflicting fields."""
     prompt = InfillPrompt(body.input_prefix, body.input_suffix, body.input_extra, body.prompt or "")
     return replace(build_text_request(body, "infill", [prompt]), body=body)
 
@@ -107,13 +107,13 @@ class InfillReplyMaker(ReplyMaker):
             events.append(InfillDelta(index=index, content=piece.text, tokens=[], stop=False))
         if piece.finish_reason:
             reply = make_infill_reply(self._reply_inputs, index, self._reply_inputs.rows[index].result())
-            reply.content = ""  # its text is in the events before
+            reply.content = ""  # its text was in earlier events
             events.append(InfillReplies.model_construct(select_fields(reply, self._response_fields)))
         return events
 
 
 def make_infill_reply(reply_inputs: ReplyInputs, index: int, result: Result) -> InfillReplyModel:
-    """Return the reply for one text."""
+    """Return the reply for a single text."""
     request = reply_inputs.request
     tokenizer = reply_inputs.tokenizer
     stats = result.stats
@@ -146,7 +146,7 @@ def make_infill_reply(reply_inputs: ReplyInputs, index: int, result: Result) -> 
 
 
 def select_fields(reply: InfillReplyModel, paths: list[str] | None) -> InfillReplyModel | JsonObject:
-    """Return a reply, or, if there are any, its fields at these paths, each under its whole path."""
+    """Return a reply, or only its fields at ``paths``, if given, each under its whole path."""
     if not paths:
         return reply
     selected_fields: JsonObject = {}

@@ -14,16 +14,16 @@ from ovspec.protocols.bodies import (
     option_fields_except,
 )
 
-# Accepted and ignored: fields that don't affect the text.
+# Accepted and ignored: fields without effect on the text.
 MESSAGES_FIELDS_WITHOUT_EFFECT = (
     "stream_options",
     *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control", "diagnostics"),
     *("fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed"),
     *("user_profile_id", "workspace_id"),
 )
-# Refused, unless the value is one of these, which have no effect.
+# Refused, except with these values without effect.
 REFUSED_MESSAGES_FIELDS: dict[str, tuple[JsonValue, ...]] = {"mcp_servers": ([],), "n": (1,)}
-# Our options that Anthropic's API has in other fields, or can't have.
+# Our options in other fields of Anthropic's API, or missing there.
 OPTIONS_OF_OTHER_NAME = ("stop", "n", "tools", "tool_choice", "parallel_tool_calls")
 
 
@@ -49,23 +49,22 @@ class MessagesRequest(
     system: str | Annotated[list[JsonObject], FAIL_FAST] | None = Field(
         None, description="The system prompt: a string, or blocks of the type text."
     )
-    stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, description="Strings that end the text.")
+    stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, description="Stop strings.")
     tools: Annotated[list[JsonObject], FAIL_FAST] | None = Field(
         None,
-        description="What the model may call: objects with name, description and input_schema. Tools that Anthropic's "
-        "servers run are left out.",
+        description="Tools for the model to call: objects with name, description and input_schema. Anthropic's "
+        "server tools are left out.",
     )
     tool_choice: JsonObject | None = Field(
         None,
-        description='What may be called: an object with the type "auto", "any", "none", or "tool" and a name; with '
-        "disable_parallel_tool_use an answer has one call at most.",
+        description='Allowed tool calls: an object with the type "auto", "any", "none", or "tool" and a name; '
+        "disable_parallel_tool_use limits an answer to a single call.",
     )
     thinking: JsonObject | None = Field(
         None,
-        description='Whether the model thinks: an object with the type "enabled" and budget_tokens, "adaptive" or '
-        '"disabled".',
+        description='Thinking: an object with the type "enabled" and budget_tokens, "adaptive" or "disabled".',
     )
     output_config: JsonObject | None = Field(
-        None, description='How much the model thinks, "effort"; and a "format" of the type "json_schema" with a schema.'
+        None, description='The amount of thinking, "effort"; and a "format" of the type "json_schema" with a schema.'
     )
     output_format: JsonObject | None = Field(None, description="An older name of the format in output_config.")

@@ -18,9 +18,9 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(ReplyModel):
-    input_tokens: int = Field(description="Tokens of the prompt that weren't in the KV cache.")
+    input_tokens: int = Field(description="Prompt tokens not found in the KV cache.")
     cache_creation_input_tokens: int = Field(description="Always 0.")
-    cache_read_input_tokens: int = Field(description="Tokens of the prompt that were in the KV cache already.")
+    cache_read_input_tokens: int = Field(description="Prompt tokens found in the KV cache.")
     output_tokens: int
 
 
@@ -39,7 +39,7 @@ class ToolUseBlock(ReplyModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: JsonObject = Field(description="Of a call that was cut off, the members so far.")
+    input: JsonObject = Field(description="Of a truncated call, the members so far.")
 
 
 ContentBlock = ThinkingBlock | TextBlock | ToolUseBlock
@@ -49,9 +49,9 @@ class MessageEnding(ReplyModel):
     """The ending of a message."""
 
     stop_reason: StopReason | None
-    stop_sequence: str | None = Field(description="That which ended the text.")
-    record: JsonObject = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
-    schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
+    stop_sequence: str | None = Field(description="The stop string at the end of the text.")
+    record: JsonObject = Field(default={}, description="With return_record: the record for 'ovspec verify'.")
+    schema_errors: list[str] = Field(default=[], description="In the mode checked: violations of the schema.")
 
 
 class Message(MessageEnding):
@@ -150,7 +150,7 @@ class MessageReplyMaker(ReplyMaker):
         )
 
     def first_events(self) -> Events:
-        return ()  # how much of the prompt was cached is known with the first piece
+        return ()  # the number of cached tokens is known with the first piece
 
     def piece_events(self, _: int, piece: Piece) -> Events:
         return [*self._start_message(), *self._add_blocks(piece)]
@@ -177,14 +177,14 @@ class MessageReplyMaker(ReplyMaker):
             return
         self._has_started = True
         usage = make_message_usage(self._row.stats)
-        if is_waiting:  # the row's cached tokens are corrected when its prompt is read
+        if is_waiting:  # the row's cached tokens are corrected during prefill
             usage.input_tokens = self._row.stats.prompt_tokens
             usage.cache_read_input_tokens = 0
         message = Message(**self._identity, content=[], stop_reason=None, stop_sequence=None, usage=usage)
         yield MessageStart(type="message_start", message=message)
 
     def _add_blocks(self, piece: Piece) -> Iterator[BaseModel]:
-        """Yield the events for a piece: its text, thinking and calls; the open block goes on first."""
+        """Yield the events for a piece: its text, thinking and calls; first for the open block."""
         block_order = ("text", "thinking") if self._open_block == "text" else ("thinking", "text")
         for block_kind in block_order:
             if block_kind == "text" and piece.text:
@@ -204,7 +204,7 @@ class MessageReplyMaker(ReplyMaker):
         return BlockDelta(type="content_block_delta", index=self._block_index, delta=delta)
 
     def _begin_block(self, block_kind: Literal["thinking", "text"] | int, block: ContentBlock) -> Iterator[BaseModel]:
-        """Yield the events that open a block, unless a block of its kind is open."""
+        """Yield the events for opening a block, unless a block of its kind is open."""
         if self._open_block == block_kind:
             return
         yield from self._end_block()
@@ -213,7 +213,7 @@ class MessageReplyMaker(ReplyMaker):
         yield BlockStart(type="content_block_start", index=self._block_index, content_block=block)
 
     def _end_block(self) -> Iterator[BaseModel]:
-        """Yield the events that close the open block, if there is one."""
+        """Yield the events for closing the open block, if any."""
         if self._open_block is None:
             return
         if self._open_block == "thinking":
@@ -223,7 +223,7 @@ class MessageReplyMaker(ReplyMaker):
 
 
 def make_message_identity(identity: JsonObject) -> JsonObject:
-    """Return the fields that a message begins with."""
+    """Return the first fields of a message."""
     return {"id": identity["id"], "type": "message", "role": "assistant", "model": identity["model"]}
 
 
@@ -241,7 +241,7 @@ def make_content_blocks(result: Result) -> list[ContentBlock]:
 
 
 def parse_partial_arguments(arguments_json: str) -> JsonObject:
-    """Return the arguments of a call as an object; of arguments that are cut off, the members so far."""
+    """Return the arguments of a call as an object; of truncated arguments, the members so far."""
     try:
         arguments = from_json(arguments_json, allow_partial=True)
     except ValueError:
@@ -250,7 +250,7 @@ def parse_partial_arguments(arguments_json: str) -> JsonObject:
 
 
 def make_message_ending(request: TextRequest, result: Result) -> JsonObject:
-    """Return the fields of a message that say how its text ended."""
+    """Return the fields for the end of a message's text."""
     ending_fields = make_ending_fields(request, result, "")
     stop_reasons: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
     stop_reasons["stop"] = "end_turn" if result.stop_string is None else "stop_sequence"

@@ -1,4 +1,4 @@
-"""Reads requests of Anthropic's API: from a body to a chat and options as all others have them."""
+"""Reads requests of Anthropic's API: from a body to a chat and options in the common form."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ovspec.text.chat_template import Message
 
 MESSAGES_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# The blocks that each role may have.
+# The allowed blocks of each role.
 BLOCKS_OF_ROLE = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -32,13 +32,13 @@ TOOL_FIELDS = (
     *COMMON_BLOCK_FIELDS, "name", "description", "input_schema",
     "allowed_callers", "defer_loading", "eager_input_streaming", "strict",
 )  # fmt: skip
-SERVER_TOOL_TYPE = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of a tool that comes with Anthropic's API
-# Claude Code's first block of the system prompt. It changes with each request, so that nothing after it is cached.
+SERVER_TOOL_TYPE = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of Anthropic's server tools
+# Claude Code's first block of the system prompt. It changes with each request and would defeat the prefix cache.
 BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def read_messages_request(body: MessagesRequest) -> TextRequest:
-    """Return the request in a body; raises RequestError for a request that can't be met."""
+    """Return the request in a body; raises RequestError for an invalid request."""
     overrides = read_overrides(body)
     ignored = IgnoredNames()
     if overrides.values.get("max_tokens") == 0:
@@ -83,7 +83,7 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
         allowed_choices = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
         raise RequestError(f"`tool_choice` must be {allowed_choices}.", "tool_choice")
     if choice_type == "any" and not overrides.values.get("tools"):
-        raise RequestError("`tool_choice` is any, which needs `tools` that can be called here.", "tool_choice")
+        raise RequestError("`tool_choice` is any, but `tools` has no custom tool; add a tool.", "tool_choice")
     if not isinstance(only_one_call, (bool, type(None))):
         raise RequestError("`tool_choice`: disable_parallel_tool_use must be true or false.", "tool_choice")
     if only_one_call:
@@ -91,18 +91,18 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
 
 
 def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None:
-    """Return a tool as OpenAI's API has it; None for a tool that only Anthropic's servers have."""
+    """Return a tool in the form of OpenAI's API; None for Anthropic's server tools."""
     tool_type = tool.get("type") or "custom"
     if isinstance(tool_type, str) and SERVER_TOOL_TYPE.fullmatch(tool_type):
         add_ignored(f"tools.{tool_type}", ignored)
         return None
     if tool_type != "custom":
         raise RequestError(
-            f"`tools` has a tool of the type {tool_type!s:.40}; only custom ones can be called.", "tools"
+            f"`tools` has a tool of the type {tool_type!s:.40}; only custom tools are supported.", "tools"
         )
     tool = keep_known_fields(tool, TOOL_FIELDS, "tools", ignored)
     if not isinstance(schema := tool.get("input_schema"), dict):
-        message = f"`tools`: {tool.get('name')!s:.80} needs an input_schema, which is a JSON schema of an object."
+        message = f"`tools`: {tool.get('name')!s:.80} needs an input_schema: a JSON schema of an object."
         raise RequestError(message, "tools")
     function_fields = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
     return {
@@ -112,11 +112,11 @@ def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None
 
 
 def read_thinking_options(body: MessagesRequest, overrides: Overrides, ignored: IgnoredNames) -> None:
-    """Set how much the model thinks."""
+    """Set the amount of thinking."""
     effort = (body.output_config or {}).get("effort")
     thinking_type = None
     if effort is not None and (not isinstance(effort, str) or effort not in MESSAGES_EFFORTS):
-        message = f"`output_config` has an effort of {effort!r:.40}; it must be one of {', '.join(MESSAGES_EFFORTS)}."
+        message = f"`output_config`: the effort is {effort!r:.40}; it must be one of {', '.join(MESSAGES_EFFORTS)}."
         raise RequestError(message, "output_config")
     if body.thinking is not None:
         thinking = keep_known_fields(body.thinking, ("type", "budget_tokens", "display"), "thinking", ignored)
@@ -133,12 +133,12 @@ def read_thinking_options(body: MessagesRequest, overrides: Overrides, ignored: 
         overrides.set_option("reasoning_effort", "none", "thinking")
     elif effort is not None:
         overrides.set_option("reasoning_effort", MESSAGES_EFFORTS[effort], "output_config")
-    elif thinking_type == "enabled":  # which switches thinking on where a chat template has a switch
+    elif thinking_type == "enabled":  # turns thinking on, if the chat template has a switch
         overrides.values.setdefault("reasoning_effort", "medium")
 
 
 def read_output_format(body: MessagesRequest, overrides: Overrides, ignored: IgnoredNames) -> None:
-    """Set the schema that the text must match."""
+    """Set the schema of the text."""
     output_config = keep_known_fields(body.output_config or {}, ("effort", "format"), "output_config", ignored)
     for field, output_format in (("output_config", output_config.get("format")), ("output_format", body.output_format)):
         if output_format is None:
@@ -149,14 +149,14 @@ def read_output_format(body: MessagesRequest, overrides: Overrides, ignored: Ign
             message = f'The format in `{field}` must be {{"type": "json_schema", "schema": …}}.'
             raise RequestError(message, field)
         keep_known_fields(output_format, ("type", "schema"), field, ignored)
-        overrides.set_schema({"name": "output", "schema": schema}, field)  # as other response formats
+        overrides.set_schema({"name": "output", "schema": schema}, field)  # like other response formats
 
 
 # ---------------------------------------------------------------- messages
 
 
 def read_conversation(body: MessagesRequest, ignored: IgnoredNames) -> list[Message]:
-    """Return the messages as chat templates take them."""
+    """Return the messages in the form for chat templates."""
     chat = list[Message]()
     if body.system:
         chat += to_openai_messages({"role": "system", "content": body.system}, ignored)
@@ -168,7 +168,7 @@ def read_conversation(body: MessagesRequest, ignored: IgnoredNames) -> list[Mess
 
 
 def is_user_turn(message: Message) -> bool:
-    """Return whether a message is the user's and has more than results of tools."""
+    """Return whether a message is the user's, with more than tool results."""
     content = message.get("content")
     if message.get("role") != "user" or not isinstance(content, list) or not content:
         return message.get("role") == "user"
@@ -176,9 +176,9 @@ def is_user_turn(message: Message) -> bool:
 
 
 def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool = False) -> Iterator[Message]:
-    """Yield a message as OpenAI's API has it: the results of tools are messages of their own.
+    """Yield a message in the form of OpenAI's API, with tool results as separate messages.
 
-    All but these must be readable if ``text_only``.
+    With ``text_only``, everything except tool results must be readable.
     """
     message = keep_known_fields(message, ("role", "content"), "messages", ignored)
     role = message.get("role")
@@ -186,13 +186,13 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool 
     if role == "developer":
         role = "system"
     if not isinstance(role, str) or role not in BLOCKS_OF_ROLE:
-        raise make_message_error(f"a role is {role!r:.40}; it must be user, assistant or system.")
+        raise make_message_error(f"the role of a message is {role!r:.40}; it must be user, assistant or system.")
     blocks = read_blocks(content, BLOCKS_OF_ROLE[role], ignored, text_only or role == "system")
     if role == "system" and isinstance(content, list):
         blocks = drop_billing_header(blocks, ignored)
     tool_results = [block for block in blocks if block["type"] == "tool_result"]
     for block in tool_results:
-        if block.get("is_error"):  # no chat template shows it
+        if block.get("is_error"):  # chat templates have no place for it
             add_ignored("tool_result.is_error", ignored)
         text = join_block_texts(read_blocks(block.get("content"), ("text",), ignored), "text")
         yield {"role": "tool", "tool_call_id": read_block_string(block, "tool_use_id"), "content": text}
@@ -220,44 +220,44 @@ def read_blocks(
     """Return the blocks of a content, a string or blocks, without unknown fields.
 
     Raises:
-        RequestError: it is neither, or a block is of another kind than ``allowed_types``, and of another role or
-            ``text_only``.
+        RequestError: the content is neither, or a block outside of ``allowed_types`` belongs to another role, or can't
+            be left out because of ``text_only``.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not content and not text_only and (content is None or isinstance(content, list)):
         return []
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
-        raise make_message_error("each needs content, which is a string or a list of blocks.")
+        raise make_message_error("each message needs content: a string, or a list of blocks.")
     return [read_block(block, allowed_types, ignored, text_only) for block in content]
 
 
 def read_block(block: JsonObject, allowed_types: tuple[str, ...], ignored: IgnoredNames, text_only: bool) -> JsonObject:
-    """Return a block without unknown fields, or a text that the model reads instead of it; see ``read_blocks``."""
+    """Return a block without unknown fields, or a text as its placeholder; see ``read_blocks``."""
     block_type = str(block.get("type"))
     if block_type in allowed_types:
         return keep_known_fields(block, FIELDS_OF_BLOCK[block_type], block_type, ignored)
     if block_type in FIELDS_OF_BLOCK:
         raise make_message_error(
-            f"content of the type {block_type:.40} can't be read here; only {', '.join(allowed_types)} can."
+            f"content of the type {block_type:.40} is not supported here; send {', '.join(allowed_types)}."
         )
     if text_only:
-        raise make_message_error(f"content of the type {block_type:.40} can't be read; only text can.")
+        raise make_message_error(f"content of the type {block_type:.40} is not supported; send text.")
     return {"type": "text", "text": describe_omitted_part(block_type, ignored)}
 
 
 def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
-    """Return the text of the blocks of a kind."""
+    """Return the joined text of the blocks of a type."""
     return "\n".join(read_block_string(block, block_type) for block in blocks if block["type"] == block_type)
 
 
 def read_block_string(block: JsonObject, field: str) -> str:
     if not isinstance(text := block.get(field), str):
-        raise make_message_error(f"a block of the type {block['type']} needs a {field}, which is a string.")
+        raise make_message_error(f"a block of the type {block['type']} needs a string as {field}.")
     return text
 
 
 def to_openai_call(block: JsonObject) -> JsonObject:
-    """Return a call as OpenAI's API has it."""
+    """Return a call in the form of OpenAI's API."""
     function_fields = {"name": read_block_string(block, "name"), "arguments": block.get("input")}
     return {"id": read_block_string(block, "id"), "type": "function", "function": function_fields}

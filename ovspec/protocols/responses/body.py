@@ -18,7 +18,7 @@ from ovspec.protocols.bodies import (
     option_fields_except,
 )
 
-# Accepted and ignored: fields that don't affect the text, and limits that are never reached here.
+# Accepted and ignored: fields without effect on the text, and limits never reached here.
 RESPONSES_FIELDS_WITHOUT_EFFECT = (
     *foreign.FIELDS_WITHOUT_EFFECT,
     "context_management",
@@ -26,7 +26,7 @@ RESPONSES_FIELDS_WITHOUT_EFFECT = (
     "stream_options",
     "truncation",
 )
-# Refused, unless the value is one of these, which have no effect.
+# Refused, except with these values without effect.
 REFUSED_RESPONSES_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),
     "conversation": (),
@@ -35,7 +35,7 @@ REFUSED_RESPONSES_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "previous_response_id": (),
     "prompt": (),
 }
-# Options that the API has in another form, or not at all.
+# Options in another form in this API, or missing in it.
 RESPONSES_OWN_OPTIONS = ("max_tokens", "n", "reasoning_effort")
 INPUT_ITEMS = Annotated[list[JsonObject], FAIL_FAST]
 
@@ -62,9 +62,9 @@ class ResponsesRequest(
     }
 
     input: str | INPUT_ITEMS = Field(description="The chat so far: a text, or items such as messages and calls.")
-    instructions: str | None = Field(None, description="The system prompt, which comes first.")
+    instructions: str | None = Field(None, description="The system prompt, before the input.")
     reasoning: JsonObject | None = Field(
-        None, description='How much the model thinks: {"effort": …}, from "none" to "xhigh".'
+        None, description='The amount of thinking: {"effort": …}, from "none" to "xhigh".'
     )
     text: JsonObject | None = Field(
         None,
@@ -72,8 +72,6 @@ class ResponsesRequest(
         '"schema" beside it.',
     )
     include: Annotated[list[str], FAIL_FAST] | None = Field(
-        None, description='What else to report: "message.output_text.logprobs".'
+        None, description='Extra output: "message.output_text.logprobs".'
     )
-    top_logprobs: TOP_LOGPROBS = Field(
-        None, description="Report log-probabilities, and those of this many likely tokens."
-    )
+    top_logprobs: TOP_LOGPROBS = Field(None, description="Report log-probabilities, and this many top alternatives.")

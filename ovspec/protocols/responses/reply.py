@@ -26,26 +26,26 @@ class ResponsePart(ReplyModel):
     type: Literal["output_text", "reasoning_text"]
     text: str
     annotations: list[JsonValue] = Field(default=[], description="Always empty.")
-    logprobs: list[ChatToken] = Field(default=[], description="If they were requested.")
+    logprobs: list[ChatToken] = Field(default=[], description="If requested.")
 
 
 class OutputItem(ReplyModel):
-    """A thought, a message or a call of the model."""
+    """The model's thinking, a message or a tool call."""
 
     type: Literal["reasoning", "message", "function_call"]
     id: str
     status: ResponseStatus
     role: Literal["assistant"] = "assistant"
-    summary: list[JsonValue] = Field(default=[], description="Of thinking: always empty.")
-    content: list[ResponsePart] = Field(default=[], description="Of thinking and of a message.")
-    call_id: str = Field("", description="Of a call.")
+    summary: list[JsonValue] = Field(default=[], description="For thinking: always empty.")
+    content: list[ResponsePart] = Field(default=[], description="For thinking and messages.")
+    call_id: str = Field("", description="For calls.")
     name: str = ""
     namespace: str = ""
-    arguments: str = Field("", description="JSON; cut off where the status is incomplete.")
+    arguments: str = Field("", description="JSON; truncated if the status is incomplete.")
 
 
 class InputTokensDetails(ReplyModel):
-    cached_tokens: int = Field(description="Tokens of the prompt that were in the KV cache already.")
+    cached_tokens: int = Field(description="Prompt tokens found in the KV cache.")
     cache_write_tokens: int = 0
 
 
@@ -62,7 +62,7 @@ class ResponseUsage(ReplyModel):
 
 
 class Response(ReplyModel):
-    """A whole reply. Fields that were in the request are as they were there."""
+    """A whole reply, with the request's own fields unchanged."""
 
     id: str
     object: Literal["response"] = "response"
@@ -93,12 +93,12 @@ class Response(ReplyModel):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None
     user: JsonValue = None
-    record: JsonObject = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
-    schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
+    record: JsonObject = Field(default={}, description="With return_record: the record for 'ovspec verify'.")
+    schema_errors: list[str] = Field(default=[], description="In the mode checked: violations of the schema.")
 
 
 class ResponseEvent(ReplyModel):
-    """An event of a stream; only the fields that its type has are sent."""
+    """An event of a stream, sent with the fields of its type only."""
 
     type: str
     sequence_number: int
@@ -140,7 +140,7 @@ def new_response(identity: JsonObject, body: Any, params: Params, functions: lis
         top_p=params.top_p or 1.0,
         usage=None,
         user=body.user,
-        # Sent, too, because they are set.
+        # Set explicitly, so that they are sent.
         object="response",
         background=False,
         error=None,
@@ -164,7 +164,7 @@ def make_response_usage(stats: Stats) -> ResponseUsage:
 
 @dataclass
 class OpenItem:
-    """The item that is being generated, and its text so far."""
+    """The item under generation, and its text so far."""
 
     item: OutputItem
     index: int
@@ -182,7 +182,7 @@ class ResponseReplyMaker(ReplyMaker):
         self._placed_token_stream = PlacedTokenStream(reply_inputs.tokenizer, 0)
 
     def whole_reply(self, results: list[Result]) -> Response:
-        """Return the response that the events of a stream make up."""
+        """Return the response, built from the events of a stream."""
         [result] = results
         piece = Piece(result.text, result.token_ids, None, result.logprobs)
         piece.thinking = result.thinking
@@ -205,7 +205,7 @@ class ResponseReplyMaker(ReplyMaker):
         return self._builder.failure_events(failure)
 
     def _make_logprobs(self, piece: Piece, is_parsed: bool) -> list[ChatToken]:
-        """Return the log-probabilities of a piece; of a ``is_parsed`` answer the tokens spell more than the text."""
+        """Return the log-probabilities of a piece; if ``is_parsed``, the tokens are longer than the text."""
         if piece.logprobs is None:
             return []
         placed_tokens = place_chat_tokens(piece) if is_parsed else self._placed_token_stream.push(piece)
@@ -213,7 +213,7 @@ class ResponseReplyMaker(ReplyMaker):
 
 
 class ResponseBuilder:
-    """A response as it grows, item by item, and the events that report its growth."""
+    """A response under construction, item by item, and its events."""
 
     def __init__(self, identity: JsonObject, request: TextRequest, params: Params) -> None:
         functions = read_functions(request.body.tools or [], {})
@@ -236,7 +236,7 @@ class ResponseBuilder:
     def piece_events(self, piece: Piece, logprobs: list[ChatToken]) -> list[ResponseEvent]:
         """Return the events for a piece of the text."""
         events = list[ResponseEvent]()
-        if self._is_item_open("message"):  # the open item goes on first
+        if self._is_item_open("message"):  # first continue the open item
             events += self._add_text("message", piece.text, logprobs)
             events += self._add_text("reasoning", piece.thinking, [])
         else:
@@ -247,7 +247,7 @@ class ResponseBuilder:
         return events
 
     def last_events(self, result: Result) -> list[ResponseEvent]:
-        """Return the events that end the response."""
+        """Return the final events of the response."""
         response = self.response
         status: ResponseStatus = "completed"
         if result.finish_reason == "length":
@@ -266,7 +266,7 @@ class ResponseBuilder:
         return [*events, self._make_event(f"response.{status}", response=response)]
 
     def failure_events(self, failure: RequestFailure) -> list[ResponseEvent]:
-        """Return the events that end a response that has failed."""
+        """Return the final events of a failed response."""
         events = self._end_item("incomplete")
         error_code = "server_error" if failure.status >= 500 else "invalid_prompt"
         self.response.status = "failed"
@@ -274,7 +274,7 @@ class ResponseBuilder:
         return [*events, self._make_event("response.failed", response=self.response)]
 
     def _add_text(self, item_type: str, text: str, logprobs: list[ChatToken]) -> list[ResponseEvent]:
-        """Add to a message or to thinking; an open item of another kind ends."""
+        """Add to a message or to thinking; end an open item of another kind."""
         if not text:
             return []
         events = list[ResponseEvent]()
@@ -293,7 +293,7 @@ class ResponseBuilder:
         return self._open_item is not None and self._open_item.item.type == item_type
 
     def _add_call(self, call: ToolCall) -> list[ResponseEvent]:
-        """Add a call, or a part of one."""
+        """Add a call, or a part of a call."""
         events = list[ResponseEvent]()
         if call.name is not None:
             call_fields: JsonObject = {"call_id": call.id, "name": call.name, "arguments": ""}
@@ -365,7 +365,7 @@ class ResponseBuilder:
 
 
 def make_text_event_fields(item_type: str, logprobs: list[ChatToken]) -> JsonObject:
-    """Return the fields of a message's text that the text of thinking lacks."""
+    """Return the extra fields of a message's text; none for thinking."""
     return {"logprobs": logprobs} if item_type == "message" else {}
 
 

@@ -22,7 +22,7 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text
 CALL_TYPES = ("function_call", "custom_tool_call")
 CALL_RESULT_TYPES = ("function_call_output", "custom_tool_call_output")
 FUNCTION_FIELDS = ("type", "name", "description", "parameters", "strict")
-# Items with pictures or files, which are mentioned to the model. Other unreadable items only report tools elsewhere.
+# Items with images or files, mentioned to the model. Other unreadable items only report tools on other servers.
 MENTIONED_ITEM_TYPES = ("computer_call", "file_search_call", "image_generation_call")
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Thinking is never encrypted, so there is nothing to include.
@@ -32,7 +32,7 @@ TEXT_FORMAT_SHAPES = '{"type": "text"}, {"type": "json_object"} or {"type": "jso
 
 
 def read_responses_request(body: Any) -> TextRequest:
-    """Return the request in a body; raises RequestError for a request that can't be met."""
+    """Return the request in a body; raises RequestError for an invalid request."""
     overrides = read_overrides(body)
     ignored = IgnoredNames()
     if body.max_output_tokens is not None:
@@ -69,7 +69,7 @@ def make_field_error(field: str, message: str) -> RequestError:
 
 
 def read_reasoning_options(reasoning_options: JsonObject, overrides: Overrides, ignored: IgnoredNames) -> None:
-    """Read ``reasoning_options``: how much to think."""
+    """Read ``reasoning_options``: the amount of thinking."""
     known_fields = ("effort", "summary", "generate_summary")
     ignored |= {f"reasoning.{field}": None for field in reasoning_options if field not in known_fields}
     effort = reasoning_options.get("effort")
@@ -96,7 +96,7 @@ def read_text_format(text_options: JsonObject, overrides: Overrides, ignored: Ig
     format_type = text_format.get("type") if isinstance(text_format, dict) else None
     if not isinstance(format_type, str) or format_type not in RESPONSE_FORMAT_FIELDS:
         raise make_field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
-    if format_type == "json_schema":  # as chat completions have it
+    if format_type == "json_schema":  # in the form of chat completions
         if not isinstance(text_format.get("schema"), dict):
             raise make_field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
         text_format = {
@@ -115,7 +115,7 @@ def read_text_format(text_options: JsonObject, overrides: Overrides, ignored: Ig
 
 
 class NamespacedFunction(NamedTuple):
-    """A function as chat completions have it, its own name, and its namespace, if it is in one."""
+    """A function in the form of chat completions, its own name, and its namespace, if any."""
 
     function: JsonObject
     name: str
@@ -125,7 +125,7 @@ class NamespacedFunction(NamedTuple):
 def read_functions(tools: Iterable[JsonObject], ignored: IgnoredNames) -> list[NamespacedFunction]:
     """Return the functions among ``tools``.
 
-    Kinds that can't be called here are left out; their names are added to ``ignored``.
+    Tools of unsupported types are left out; their names are added to ``ignored``.
     """
     functions = list[NamespacedFunction]()
     for tool in tools:
@@ -154,14 +154,14 @@ def read_namespace(namespace: str, tools: list[JsonValue], ignored: IgnoredNames
 
 
 def to_chat_function(tool: JsonObject, ignored: IgnoredNames) -> JsonObject:
-    """Return a function with the fields that the model sees."""
+    """Return a function with the fields for the model only."""
     ignored |= {f"tools.{field}": None for field in tool if field not in FUNCTION_FIELDS}
-    # That a schema isn't strict needn't be said: a call always fits it.
+    # strict: false is left out, because a call always matches its schema.
     return {field: tool[field] for field in FUNCTION_FIELDS if field != "type" and tool.get(field) not in (None, False)}
 
 
 def full_function_name(namespace: str | None, function_name: str) -> str:
-    """Return the name by which the model knows a tool in a namespace."""
+    """Return the model's name for a tool in a namespace."""
     return f"{namespace.removesuffix('__')}__{function_name}" if namespace else function_name
 
 
@@ -169,7 +169,7 @@ def full_function_name(namespace: str | None, function_name: str) -> str:
 
 
 def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> list[Message]:
-    """Return the messages that items make; the names of items that are left out are added to ``ignored``."""
+    """Return the messages in items; the names of omitted items are added to ``ignored``."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages = list[Message]()
@@ -189,24 +189,24 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
             output = flatten_item_content(item.get("output"), item_type, ignored)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif item_type == "item_reference":
-            message = "an item_reference can't be met, because nothing is stored; send the item itself."
+            message = "item_reference is not supported, because nothing is stored; send the item itself."
             raise make_field_error("input", message)
         elif item_type in MENTIONED_ITEM_TYPES:
             add_message({"role": "assistant", "content": [{"type": item_type}]}, messages, ignored)
         elif not isinstance(item_type, str):
-            message = f"an item of the type {item_type!s:.40} can't be read; only text and calls can."
+            message = f"an item of the type {item_type!s:.40} is not supported; send text or tool calls."
             raise make_field_error("input", message)
         else:
             ignored[f"input.{item_type}"] = None
     if not messages:
-        raise make_field_error("input", "it has nothing to answer; send a message.")
+        raise make_field_error("input", "it has no message to answer; add a message.")
     return messages
 
 
 def add_message(item: JsonObject, messages: list[Message], ignored: IgnoredNames, text_only: bool = False) -> None:
-    """Add the message in an item, all of which must be readable if ``text_only``.
+    """Add the message in an item; with ``text_only``, all of it must be readable.
 
-    The assistant's text belongs to its thinking before.
+    The assistant's text joins its preceding thinking.
     """
     role = item.get("role")
     if not isinstance(role, str) or role not in ITEM_ROLES:
@@ -226,7 +226,7 @@ def add_message(item: JsonObject, messages: list[Message], ignored: IgnoredNames
 
 
 def add_reasoning(text: str, messages: list[Message]) -> None:
-    """Add thinking to the assistant's message right before, or as the beginning of a message."""
+    """Add thinking to the preceding assistant message, or as the beginning of a new message."""
     previous = messages[-1] if messages else {}
     if previous.get("role") == "assistant" and "tool_calls" not in previous and "reasoning_content" not in previous:
         previous["reasoning_content"] = text
@@ -235,11 +235,11 @@ def add_reasoning(text: str, messages: list[Message]) -> None:
 
 
 def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
-    """Add the call in an item to the assistant's message before it."""
+    """Add the call in an item to the preceding assistant message."""
     function_name = read_item_string(item, "name")
     namespace = item.get("namespace")
     if not isinstance(namespace, (str, type(None))):
-        raise make_field_error("input", f"the namespace of a call of {function_name:.80} must be a string.")
+        raise make_field_error("input", f"the namespace of a call to {function_name:.80} must be a string.")
     if item["type"] == "function_call":
         arguments: JsonValue = item.get("arguments") or "{}"
     else:
@@ -250,18 +250,18 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     calls = messages[-1].setdefault("tool_calls", [])
     calls.append({"id": read_item_string(item, "call_id"), "type": "function", "function": call_function})
     if len(calls) > MAX_TOOL_CALLS:
-        raise make_field_error("input", f"an answer has more than {MAX_TOOL_CALLS} calls; send fewer.")
+        raise make_field_error("input", f"an answer has more than {MAX_TOOL_CALLS} tool calls; send fewer.")
 
 
 def read_item_string(item: JsonObject, field: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
     if not isinstance(field_value := item.get(field), str):
-        raise make_field_error("input", f"an item of the type {item['type']} needs {field}, which is a string.")
+        raise make_field_error("input", f"an item of the type {item['type']} needs a string as {field}.")
     return field_value
 
 
 def flatten_item_content(content: JsonValue, item_type: str, ignored: IgnoredNames, text_only: bool = False) -> str:
-    """Return the text of a string or of parts; raises RequestError for others if ``text_only``."""
+    """Return the text of a string or of parts; with ``text_only``, raises RequestError for other parts."""
     if isinstance(content, str):
         return content
     if content in (None, []) and not text_only:
@@ -274,15 +274,15 @@ def flatten_item_content(content: JsonValue, item_type: str, ignored: IgnoredNam
 
 
 def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> str:
-    """Return the text of a part, or the words that the model reads instead of it."""
+    """Return the text of a part, or its placeholder for the model."""
     part_type = part.get("type")
     if part_type not in TEXT_PART_TYPES:
         if text_only:
-            raise make_field_error("input", f"a part of the type {part_type!s:.40} can't be read; only text can.")
+            raise make_field_error("input", f"a part of the type {part_type!s:.40} is not supported; send text.")
         return describe_omitted_part(part_type, ignored)
     text = part.get("refusal" if part_type == "refusal" else "text")
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_field_error("input", f"a part of the type {part_type} needs a text, which is a string.")
+        raise make_field_error("input", f"a part of the type {part_type} needs a string as text.")
     return text

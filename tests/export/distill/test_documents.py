@@ -125,7 +125,7 @@ def test_folders_are_read_with_the_texts_in_them(tmp_path: Path) -> None:
     assert [(len(chat.messages), chat.is_answered) for chat in given.chats] == [(1, False), (2, True)]
     assert given.chats[1].location == f"{tmp_path / 'chats.jsonl'}, line 3"
     assert read_user_texts([str(tmp_path / "a"), tmp_path / ".hidden"]).texts == ["Über\nalles", "third", "hidden"]
-    for name, told in (("image", "image: contains no text"), (".gone", "no such file or folder; name a text file")):
+    for name, told in (("image", "image: contains no text"), (".gone", "no such file or folder; give a text file")):
         with pytest.raises(OvspecError, match=told):
             read_user_texts([tmp_path / "first.txt", tmp_path / name])
 

@@ -44,21 +44,21 @@ def refused(distil: Distilling, message: str, **options: Any) -> None:
 
 def test_files_and_folders(distil: Distilling) -> None:
     head = distil.given["checkpoint"]
-    refused(distil, "nowhere: no such file or folder; name a text file", text=(Path("nowhere"),))
+    refused(distil, "nowhere: no such file or folder; give a text file", text=(Path("nowhere"),))
     chats = distil.folder / "chats.jsonl"
     chats.write_text("[1, 2]\n", encoding="utf-8")
     refused(distil, "chats.jsonl, line 1: not a chat", text=(chats,))
     refused(distil, "nowhere: no such file", topics=Path("nowhere"))
     refused(distil, "nowhere: no such file or folder, and not a hub id", model="./nowhere")
-    refused(distil, "checkpoint: an EAGLE-3 head, not a model; name the model that it drafts for", model=head)
-    refused(distil, "is inside the source model; name another `output`", output=distil.model / "head")
-    refused(distil, "is inside the source model; name another `work`", work=distil.model / "work")
-    refused(distil, "is inside the output; name another `work`", work=distil.output / "work")
-    refused(distil, "thesis: is a file; name another `output`", output=touched(distil.folder / "thesis"))
-    refused(distil, "thesis: is a file; name another `work`", work=distil.folder / "thesis")
+    refused(distil, "checkpoint: an EAGLE-3 head, not a model; give the head's target", model=head)
+    refused(distil, "overlaps with the source model; choose another `output`", output=distil.model / "head")
+    refused(distil, "overlaps with the source model; choose another `work`", work=distil.model / "work")
+    refused(distil, "overlaps with the output; choose another `work`", work=distil.output / "work")
+    refused(distil, "thesis: is a file; choose another `output`", output=touched(distil.folder / "thesis"))
+    refused(distil, "thesis: is a file; choose another `work`", work=distil.folder / "thesis")
     shutil.copytree(distil.model, distil.folder / "exported")
     for overwrite in (False, True):
-        told = "exported: holds an exported model, not what was distilled; name another `output`"
+        told = "exported: contains an exported model, not the result of distilling; choose another `output`"
         refused(distil, told, output=distil.folder / "exported", overwrite=overwrite)
 
 
@@ -71,11 +71,11 @@ def test_what_is_no_language_model(distil: Distilling) -> None:
     file = distil.model / "openvino_model.xml"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace('"logits"', '"other"'), encoding="utf-8")
-    refused(distil, "not a language model that generates text")
+    refused(distil, "not a text generation model")
     file.write_text(text, encoding="utf-8")
     weights = file.with_suffix(".bin")
     weights.write_bytes(weights.read_bytes()[:1000])
-    refused(distil, "openvino_model.bin: cut off")
+    refused(distil, "openvino_model.bin: truncated")
 
 
 def test_targets_that_have_no_heads(distil: Distilling) -> None:
@@ -83,7 +83,7 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
     entries = {"num_hidden_layers": 3}
     config = distil.model / "config.json"
     config.write_text(json.dumps(TARGET_CONFIG | entries), encoding="utf-8")
-    told = "a head can't be used with this target: only {} of its {} layers have keys and values of their own"
+    told = "a head can't be used with this target: only {} of its {} layers have their own keys and values"
     refused(distil, f"model: {told.format(2, 3)}")
     (distil.model / "ovspec.json").unlink()  # which has the size of the config
     assert not make_plan(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).tap_layers
@@ -114,16 +114,18 @@ def write_mtp_layers(folder: Path, count: int) -> Path:
 
 def test_drafts(distil: Distilling, pair: Path) -> None:
     head = distil.given["checkpoint"]
-    refused(distil, "checkpoint: an EAGLE-3 head, whose vocabulary can't be trimmed", draft=head, trim_vocabulary=99)
+    refused(distil, "checkpoint: the vocabulary of an EAGLE-3 head can't be trimmed", draft=head, trim_vocabulary=99)
     refused(distil, "`trim_vocabulary` is 9; it must be from 64 to 4096", draft=str(DRAFT), trim_vocabulary=9)
     refused(distil, "`draft_vocabulary` is for heads", draft=str(DRAFT), draft_vocabulary=9)
-    refused(distil, "ir: only the IR of a head, which can't be trained", draft=distil.given["ir"])
-    refused(distil, "`kind='mtp'` makes an MTP layer, which `draft` is not", draft=head, kind="mtp")
-    refused(distil, "`kind='head'` makes an EAGLE-3 head, which `draft` is not", draft=str(DRAFT), kind="head")
+    refused(distil, "ir: an IR of a head can't be trained", draft=distil.given["ir"])
+    refused(distil, "`kind='mtp'` trains an MTP layer, but `draft` is something else", draft=head, kind="mtp")
+    refused(
+        distil, "`kind='head'` trains an EAGLE-3 head, but `draft` is something else", draft=str(DRAFT), kind="head"
+    )
     mtp_plan = make_plan(DistillOptions(str(distil.model), distil.output, kind="mtp"))
     assert (mtp_plan.kind, mtp_plan.tap_layers, mtp_plan.draft_vocab_size) == ("mtp", [], 16384)
     several = write_mtp_layers(distil.folder / "several", 2)
-    refused(distil, "several: it has 2 MTP layers; only a single one can be trained", draft=str(several))
+    refused(distil, "several: has 2 MTP layers; only a single MTP layer can be trained", draft=str(several))
     wide = write_head(distil.folder / "wide", target=TARGET_CONFIG | {"hidden_size": 192}, layer_ids=LAYERS)
     refused(distil, "wide cannot draft for model: it reads 3 layers, 576 values in all", draft=str(wide))
     tokenizer = json.loads((DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
@@ -136,12 +138,12 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     # An exported draft, of which the checkpoint is needed.
     shutil.copytree(pair, distil.folder / "pair")
     exported = str(distil.folder / "pair" / "draft")
-    refused(distil, "draft: its checkpoint, small-hf, is needed and isn't here; name its folder", draft=exported)
+    refused(distil, "draft: its checkpoint small-hf was not found; give the checkpoint's folder", draft=exported)
     shutil.copytree(DRAFT, distil.folder / "small-hf")
     plan = make_plan(DistillOptions(str(distil.model), distil.output, draft=exported))
     assert plan.draft and plan.draft.path == distil.folder / "small-hf"
     (distil.folder / "pair" / "ovspec.json").unlink()
-    refused(distil, "draft: an IR, which can't be taught, and nothing says of what", draft=exported)
+    refused(distil, "draft: an IR can't be trained, and its checkpoint is unknown", draft=exported)
 
 
 def test_room(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def test_room(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
         refused(distil, told)
         assert make_plan(DistillOptions(str(distil.model), distil.output, size_limit=0.5))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0.9e9))
-    refused(distil, r"model: distilling needs about \d\.\d\d GB of memory, but only 900\.0 MB are free; close other")
+    refused(distil, r"model: distilling needs about \d\.\d\d GB of memory, but only 900\.0 MB is free; close other")
 
 
 def test_the_memory_of_larger_models(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:

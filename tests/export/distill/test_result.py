@@ -92,7 +92,7 @@ def test_a_vocabulary_is_trimmed(
     lm = ovspec.load(distil.model, True, arithmetic="fast")
     assert lm.draft and lm.draft.ir.logits_width == 500
     assert lm.generate("def f(", max_tokens=20, lookahead=3).stats.proposed > 0
-    with pytest.raises(OvspecError, match="its vocabulary is trimmed already"):
+    with pytest.raises(OvspecError, match="its vocabulary is already trimmed"):
         distil.run(draft=str(distil.output), trim_vocabulary=100, work=distil.folder / "w", overwrite=True)
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_exported_first(distil: Distilling, monkeypatch: pytest.
     entries = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps(entries | {"num_hidden_layers": 3}), encoding="utf-8")
     shutil.rmtree(distil.output)
-    with pytest.raises(OvspecError, match="only 2 of its 3 layers have keys and values of their own"):
+    with pytest.raises(OvspecError, match="only 2 of its 3 layers have their own keys and values"):
         distil.run()
     assert not distil.work.exists() and not distil.output.exists()
 
@@ -226,5 +226,5 @@ def test_the_card() -> None:
     assert "Not finished" not in text
     bare = ResultRecord("1", "draft", "model", None, "small", False, {}, 0, {}, DocumentCounts(), "A processor")
     text = format_card(bare, "my-draft")
-    assert "It was made of small." in text and "**Not finished**" in text
+    assert "It was made from small." in text and "**Not finished**" in text
     assert "Agreement" not in text and "What it brings" not in text and "hidden states" not in text

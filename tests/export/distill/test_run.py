@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_there_is(
     else:
         assert distil.run() == 130
         told = capsys.readouterr().err.splitlines()[-1]
-        assert told.endswith("the same command goes on")
+        assert told.endswith("run the same command to continue")
     trained = job in ("train_head", "measure_gain")
     made = read_record(distil.output)
     assert (made is not None) == trained
@@ -233,7 +233,7 @@ def test_signals_end_the_command(distil: Distilling, number: int, code: int) -> 
     process.send_signal(number)
     _, told = process.communicate(timeout=30)
     assert process.returncode == code, told
-    assert told.strip().endswith("the same command goes on" + "." * (number == signal.SIGTERM))
+    assert told.strip().endswith("run the same command to continue" + "." * (number == signal.SIGTERM))
     assert "Traceback" not in told
     assert distil.output.is_dir() == (number == signal.SIGINT)
 
@@ -247,14 +247,14 @@ def test_other_settings_need_another_folder(distil: Distilling, monkeypatch: pyt
         ({"text": (notes,)}, "another `text`"),
         ({"draft_vocabulary": 9}, "another `draft_vocabulary`"),
     ):
-        with pytest.raises(OvspecError, match=rf"\.out\.distill: was begun with {told}; give the same to go on"):
+        with pytest.raises(OvspecError, match=rf"\.out\.distill: was started with {told}; use the same to resume"):
             distil.run(**options)
     assert distil.run(minutes=9, tokens=7, size_limit=1) == 130, "these may change"
 
 
 def test_one_distillation_at_a_time(distil: Distilling) -> None:
     distil.work.mkdir()
-    with FileLock(distil.work / "lock"), pytest.raises(OvspecError, match="another distillation works there"):
+    with FileLock(distil.work / "lock"), pytest.raises(OvspecError, match="another distillation uses this folder"):
         distil.run()
 
 
@@ -271,7 +271,7 @@ def test_a_work_folder_that_is_named_is_kept(distil: Distilling) -> None:
     other = distil.folder / "mine"
     other.mkdir()
     (other / "thesis.txt").touch()
-    with pytest.raises(OvspecError, match=r"mine: holds files of something else \(thesis.txt\); name another `work`"):
+    with pytest.raises(OvspecError, match=r"mine: contains other files \(thesis.txt\); choose another `work`"):
         distil.run(work=other, overwrite=True)
 
 
@@ -292,7 +292,7 @@ def test_ctrl_c_at_the_very_end_leaves_what_is_finished(distil: Distilling, monk
 
 def test_a_time_too_short_is_said(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ovspec_export.distill.stages.run_training_job", lambda *_: True)
-    with pytest.raises(OvspecError, match="out: nothing was trained in so short a time; give more `minutes`"):
+    with pytest.raises(OvspecError, match="out: the time was too short to train anything; raise `minutes`"):
         distil.run()
 
 
@@ -331,17 +331,17 @@ def test_foreign_files_are_left_alone(distil: Distilling) -> None:
     distil.output.mkdir()
     (distil.output / "thesis.txt").write_text("precious", encoding="utf-8")
     for overwrite in (False, True):
-        with pytest.raises(OvspecError, match=r"holds files that ovspec did not export \(thesis.txt\)"):
+        with pytest.raises(OvspecError, match=r"contains files not exported by ovspec \(thesis.txt\)"):
             distil.run(overwrite=overwrite)
     (distil.output / "thesis.txt").unlink()
     (distil.model / "thesis.txt").write_text("precious", encoding="utf-8")
     before = contents(distil.model)
     assert distil.run() == 0
     assert contents(distil.model) == before
-    with pytest.raises(OvspecError, match="already exists; name another `output`, or add `overwrite=True`"):
+    with pytest.raises(OvspecError, match="already exists; choose another `output`, or add `overwrite=True`"):
         distil.run()
     (distil.output / "thesis.txt").write_text("precious", encoding="utf-8")
-    with pytest.raises(OvspecError, match=r"holds files that ovspec did not export \(thesis.txt\)"):
+    with pytest.raises(OvspecError, match=r"contains files not exported by ovspec \(thesis.txt\)"):
         distil.run(overwrite=True)
     (distil.output / "thesis.txt").unlink()
     assert distil.run(overwrite=True) == 0
