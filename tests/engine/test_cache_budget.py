@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ class Text:
     alone: list[int]
 
 
+@functools.cache
 def texts_of(lm: ovspec.LanguageModel, count: int) -> list[Text]:
     """Return texts of random prompts, some of which begin in the same way, as they are without draft and cache."""
     random = np.random.default_rng(1)
