@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ class Text:
     alone: list[int]
 
 
+@functools.cache
 def texts_of(lm: ovspec.LanguageModel, count: int) -> list[Text]:
     """Return texts of random prompts, some of which begin in the same way, as they are without draft and cache."""
     random = np.random.default_rng(1)
@@ -65,7 +67,7 @@ class Crowd:
         asked = [texts[index] for index in self.random.choice(len(texts), int(self.random.integers(4, 9)))]
         self.asked = [(text, int(self.random.integers(20, MOST + 1))) for text in asked]
         longest = max(len(text.prompt) + count for text, count in self.asked)
-        room = -(-longest // self.block) + int(self.random.integers(0, 2 if self.block > 1 else 60))
+        room = -(-longest // self.block) + int(self.random.integers(0, 2 if self.block > 1 else 20))
         self.limit = room * self.block
         drafter, lookahead = self.decoders.select_drafter_and_lookahead(
             lm.runtime.row_maker.make_complete_params({"lookahead": 3} if lm.runtime.models.draft_choice else {})

@@ -299,6 +299,30 @@ def test_who_waits_for_memory_is_told(
     assert server.metric("ovspec_texts_set_back") == 0
 
 
+def test_texts_are_set_back_where_memory_runs_out(
+    start_here: StartHere, load: Callable[..., ovspec.LanguageModel], pair: Any
+) -> None:
+    """The texts run beside each other although they don't fit together, and each is the one that it is alone."""
+    lm = load(draft="none", cache_memory=0)
+    size = ("--cache-size", f"{18 * 32 * kv_bytes_per_token(lm.target.ir) / 1e9:.9f}")
+    server = start_here(pair, "--draft", "none", "--precision", "f32", *size)
+    found, prompts = dict[int, Any](), ["def f(", "class A", "import os"]
+
+    def ask(number: int) -> None:
+        body = {"prompt": prompts[number], "max_tokens": 400, "ignore_eos": True}
+        found[number] = server.post("/v1/completions", body).json()["choices"][0]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.metric("ovspec_texts_set_back") > 0
+    assert server.get("/ready").json()["cache"]["set_back_count"] > 0
+    for number, prompt in enumerate(prompts):
+        assert found[number]["text"] == lm.generate(prompt, max_tokens=400, ignore_eos=True).text
+
+
 def test_streams_have_whole_characters_and_no_beginnings_of_stop_strings(server: Running) -> None:
     """Although the characters span tokens here, and the stop string spans characters."""
     regex, stop = "[\U0001f600-\U0001f64f]{3}[\u4e00-\u9fff]{3}ab\N{SNOWMAN}", "b\N{SNOWMAN}"
