@@ -13,7 +13,8 @@ from servers import DEMO, Running, StartHere
 
 from ovspec.protocols.apis import BODY_TYPES
 from ovspec.protocols.bodies import MAX_NAMED_FIELDS, ChatEndingFields, RequestError
-from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest
+from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest, InsideFields
+from ovspec.protocols.llamacpp.infill import InfillRequest
 from ovspec.protocols.parsing import validate_body
 from ovspec.protocols.tokenize import TokenizeRequest
 from ovspec.protocols.unsupported import (
@@ -93,7 +94,9 @@ def test_fields_that_agents_send_change_nothing(server: Running) -> None:
 @pytest.mark.parametrize("name", [*FIELDS_WITHOUT_EFFECT, *FIELDS_IGNORED_BY_SERVER])
 def test_fields_without_effect_may_have_any_value(name: str) -> None:
     for value in (0, "x", [], {"a": [1]}, False):
-        assert validate_body({"prompt": "a", name: value}, CompletionRequest)
+        assert validate_body({"input_prefix": "a", "input_suffix": "b", name: value}, InfillRequest)
+        if name not in InsideFields.model_fields:
+            assert validate_body({"prompt": "a", name: value}, CompletionRequest)
 
 
 @pytest.mark.parametrize("name", [*REFUSED_PROMPT_FIELDS, *REFUSED_TEXT_FIELDS, *REFUSED_TOKENIZE_FIELDS])
