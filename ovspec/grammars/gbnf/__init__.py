@@ -296,7 +296,7 @@ class LexemePlan:
         """Return the lexemes that could swallow the first character of the next lexeme.
 
         Two lexemes are compared if both may begin at the same position: at the start of a text, after the same lexeme,
-        or after two lexemes that match the same text.
+        or after two lexemes matching the same text.
         """
         lexeme_expressions = list(self.lexemes.values())
         followers, start_lexemes = self.find_lexeme_followers(budget)
@@ -371,8 +371,8 @@ class Automaton:
 class LexemeComparer:
     """Builds the automata of lexemes and compares them; both results are cached.
 
-    A set of characters is a bit set. Characters that no character class in ``nodes`` (all expressions of the grammar)
-    tells apart share one bit.
+    A set of characters is a bit set. Characters not told apart by any character class in ``nodes`` (all expressions of
+    the grammar) share a bit.
     """
 
     def __init__(self, rules: dict[str, Expression], nodes: Iterable[Expression], budget: StepBudget) -> None:

@@ -50,7 +50,7 @@ class SchemaChecker:
 
     Args:
         find_problem: returns why llguidance can't use a string's schema; "" if it can.
-        lenient: leave out expressions that can't be enforced instead of refusing them.
+        lenient: leave out unenforceable expressions instead of refusing them.
     """
 
     def __init__(self, root: JsonObject, find_problem: Callable[[JsonObject], str], lenient: bool) -> None:

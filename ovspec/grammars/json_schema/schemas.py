@@ -32,7 +32,7 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
     search_pattern, shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
 )  # fmt: skip
 
-# Keywords that restrict no value, alone or next to a $ref.
+# Keywords without a restriction of their own, alone or next to a $ref.
 UNRESTRICTING_KEYWORDS = {*ANNOTATION_KEYWORDS, "$defs", "definitions"}
 MAX_ALTERNATIVES = 400  # of one type
 
@@ -69,7 +69,7 @@ class SchemaGraph:
 
     Args:
         root: the whole schema; it has been checked.
-        lenient: leave out parts that can't be enforced, instead of marking them as ``UnenforceableValues``.
+        lenient: leave out unenforceable parts, instead of marking them as ``UnenforceableValues``.
         has_no_text: returns whether no string fits an alternative.
     """
 

@@ -11,7 +11,7 @@ from math import inf, lcm
 from ovspec.base.json_types import JsonValue
 from ovspec.grammars.json_schema.checking import is_number
 
-# The numbers of schemas (see ``SchemaGraph``) that a value must match (True) or must not match (False).
+# The numbers of schemas (see ``SchemaGraph``) a value must match (True) or must not match (False).
 SchemaNode = frozenset[tuple[int, bool]]
 ANY_VALUE: SchemaNode = frozenset()
 NO_VALUE: SchemaNode = frozenset({(0, True)})

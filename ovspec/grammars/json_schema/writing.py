@@ -279,7 +279,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
         for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
             key_strings = replace(strings, excluded=strings.excluded | listed_names, absent_patterns=absent_patterns)
-            # If the names that match none of the patterns can't be described, there are no others.
+            # If the names matching none of the patterns can't be described, there are no others.
             compared_patterns = [*key_strings.absent_patterns, *(key_strings.patterns if property_patterns else ())]
             if None not in map(make_json_string_expression, compared_patterns):
                 property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
