@@ -56,7 +56,7 @@ class ExpressionFacts(NamedTuple):
 
 
 class ExpressionAnalysis:
-    """Finds the expressions that reach no recursive rule, and their facts, in one pass from the leaves up."""
+    """Finds the expressions without recursive rules in them, and their facts, in one pass from the leaves up."""
 
     def __init__(self, grammar: GbnfGrammar) -> None:
         self.grammar = grammar
@@ -430,7 +430,7 @@ class LexemeComparer:
         return share_text, extending_characters
 
     def _add_expression(self, automaton: Automaton, node: Expression, start_state: int) -> int:
-        """Add an expression that begins in ``start_state``; return its end state."""
+        """Add an expression beginning in ``start_state``; return its end state."""
         self._budget.spend(3)
         match node:
             case CharacterClass():

@@ -462,7 +462,7 @@ def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
 
 
 def size_quantifier(strings: Strings) -> str:
-    """Return the repetition of a character that gives an expression the right lengths."""
+    """Return the repetition of a character, to give an expression the right lengths."""
     if strings.max_size < inf:
         return f"{{{strings.min_size},{strings.max_size}}}"
     return f"{{{strings.min_size},}}" if strings.min_size else "*"
