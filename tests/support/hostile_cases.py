@@ -260,7 +260,7 @@ SCHEMAS: list[tuple[Any, str]] = [
     ('"text"', "a schema must be an object"),
     ("{'type': 'string'}", "isn't JSON"),
     ('{"type": "string"} x', "isn't JSON"),
-    ('{"type": "null", "type": "string"}', 'key "type" twice'),
+    ('{"type": "null", "type": "string"}', 'duplicate key "type"'),
     ('{"minimum": NaN}', "JSON"),
     ('{"minimum": 1e999}', "JSON"),
     ("\0", "isn't JSON"),
