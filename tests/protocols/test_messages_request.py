@@ -295,7 +295,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"output_format": {"type": "json_schema"}}, "The format in `output_format` must be", "output_format"),
     ({"output_format": FORMAT, "regex": "a"}, "`output_format` and `regex` can't be combined", "output_format"),
     ({"output_format": FORMAT, "json_schema": {}}, "`output_format` and `json_schema` can't", "output_format"),
-    ({"output_format": FORMAT, "output_config": {"format": {**FORMAT, "schema": {}}}}, "contradict each other", "output_format"),
+    ({"output_format": FORMAT, "output_config": {"format": {**FORMAT, "schema": {}}}}, "contradict", "output_format"),
 ]  # fmt: skip
 
 
