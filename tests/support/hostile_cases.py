@@ -98,7 +98,7 @@ LARK: list[tuple[str, str]] = [
     ('start: %regex {"nonsense": 1}', "nonsense"),
     ("start: " + deep("(", '"a"', ")", 500), "nested too deeply"),
     ("start: " + deep("(", '"a"', ")", 100_000), "nested too deeply"),
-    ("start: /" + deep("(", "a", ")", 1000) + "/", "wrong|nest"),
+    ("start: /" + deep("(", "a", ")", 1000) + "/", "invalid regular expression|nest"),
     ('start: "' + "a" * 1_000_000 + '"', "begins with the same 200000 bytes"),
     ("start: <[^*]>", EITHER),
     ("start: <[5-3]>", EITHER),
@@ -234,7 +234,7 @@ REGEX: list[tuple[str, str]] = [
     ("\0", EITHER),
     ("\n", EITHER),
     ("a/b", EITHER),
-    ("(?-u)\\xff", "wrong|UTF"),
+    ("(?-u)\\xff", "invalid regular expression|UTF"),
     ("[[:nothing:]]", EITHER),
 ]  # fmt: skip
 
