@@ -271,7 +271,7 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
         raise ValueError(f"the unknown RoPE scaling {scaling_method!r}")
-    if headers.architecture == "gemma3":  # its layers with a window aren't scaled; only this form says so
+    if headers.architecture == "gemma3":  # this form says that its layers with a window aren't scaled
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
         return {

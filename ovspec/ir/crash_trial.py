@@ -32,7 +32,7 @@ def make_gated_layer() -> ov.Model:
 
 
 def disable_core_dumps() -> None:
-    """Write no core dump when this process crashes, on systems that can be told so."""
+    """Write no core dump when this process crashes, on systems with such a limit."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

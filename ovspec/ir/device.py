@@ -20,7 +20,7 @@ from ovspec.ir.instruction_set import check_instruction_set, describe_instructio
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
-# Properties that tell devices apart; a plugin may lack some, and the name of the driver's property depends on it.
+# Properties that tell devices apart; a plugin may lack some, and names its driver's property in its own way.
 IDENTIFYING_PROPERTIES = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
 
 

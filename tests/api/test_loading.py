@@ -56,7 +56,7 @@ def refused(folder: Path, message: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("openvino_model.bin", r"openvino_model\.bin: cut off \(\d+ of \d+ bytes\)"),
+        ("openvino_model.bin", r"openvino_model\.bin: truncated \(\d+ of \d+ bytes\)"),
         ("openvino_model.xml", r"openvino_model\.xml: cannot be read"),
         ("openvino_tokenizer.bin", r"openvino_tokenizer\.bin: truncated"),
         ("openvino_tokenizer.xml", r"openvino_tokenizer\.xml: cannot be compiled"),

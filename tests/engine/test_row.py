@@ -308,7 +308,7 @@ def test_prompts_that_cannot_be_used(load: Load) -> None:
     lm = load()
     with pytest.raises(ovspec.OvspecError, match="Token id 5000"):
         lm.generate([5, 5000])
-    with pytest.raises(ovspec.OvspecError, match="`max_tokens` is -2; it must be 0 or more, or -1 for as"):
+    with pytest.raises(ovspec.OvspecError, match="`max_tokens` is -2; it must be 0 or more, or -1 for the rest"):
         lm.generate("a", max_tokens=-2)
     with pytest.raises(ovspec.OvspecError, match="`stop` has an empty string"):
         lm.generate("a", stop="")

@@ -56,7 +56,7 @@ def test_the_line_says_what_is_fetched_and_how_long_it_takes() -> None:
 
 def test_a_full_disk_is_noticed_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1e9))
-    with pytest.raises(OvspecError, match=r"fetching org/large needs about 16.00 GB there, but only 1.00 GB are free"):
+    with pytest.raises(OvspecError, match=r"fetching org/large needs about 16.00 GB there, but only 1.00 GB is free"):
         named_export.check_room_for_files([ModelSize("org/large", 16e9, 16e9, 8e9, False)])
 
 

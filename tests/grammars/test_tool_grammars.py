@@ -196,7 +196,7 @@ def test_schemas_that_are_refused() -> None:
             make_params({"tools": [with_schema(name, {})]})  # type: ignore[arg-type]
     with pytest.raises(OvspecError, match="`tools`: the parameters of find must be a JSON schema, as an object"):
         make_params({"tools": [with_schema("find", True)]})
-    with pytest.raises(OvspecError, match="`tools` has find twice"):
+    with pytest.raises(OvspecError, match="`tools` has two tools named find"):
         make_params({"tools": [with_schema("find", {}), with_schema("find", {})]})
 
 

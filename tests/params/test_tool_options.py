@@ -126,7 +126,7 @@ def test_names_of_functions_and_of_their_parameters() -> None:
 
     def prüfe(a: int) -> None: ...
 
-    for function, told in ((prüfe, "a name is 'prüfe'"), (lambda: 1, "the name '<lambda>' is invalid")):
+    for function, told in ((prüfe, "the name 'prüfe'"), (lambda: 1, "the name '<lambda>' is invalid")):
         with pytest.raises(OvspecError, match=told):
             parse_tools([function])
     with pytest.raises(OvspecError, match="a function without a name; define it with def"):

@@ -219,7 +219,7 @@ def test_the_log_names_each_once_and_not_without_end(start_here: StartHere) -> N
         ("/v1/completions", {**TEXT, "stream": True, "stream_options": {"x": 1}}, "x is not a field", "stream_options"),
         ("/tokenize", {"prompt": "a", "zz": 1}, "zz is not a field of this request; leave it out.", "zz"),
         ("/detokenize", {"tokens": [65], "token": 1}, "token is not a field of .*; did you mean tokens", "token"),
-        ("/v1/completions", {**TEXT, "model": "gpt-9"}, "no model 'gpt-9' here, only its and gpt-4o", "model"),
+        ("/v1/completions", {**TEXT, "model": "gpt-9"}, "no model 'gpt-9'; this server has its and gpt-4o", "model"),
         ("/detokenize", {"tokens": [65], "model": "gpt-9"}, "There is no model", "model"),
     ],
 )

@@ -56,7 +56,7 @@ class ExpressionFacts(NamedTuple):
 
 
 class ExpressionAnalysis:
-    """Finds the expressions that reach no recursive rule, and their facts, in one pass from the leaves up."""
+    """Finds the expressions without recursive rules in them, and their facts, in one pass from the leaves up."""
 
     def __init__(self, grammar: GbnfGrammar) -> None:
         self.grammar = grammar
@@ -296,7 +296,7 @@ class LexemePlan:
         """Return the lexemes that could swallow the first character of the next lexeme.
 
         Two lexemes are compared if both may begin at the same position: at the start of a text, after the same lexeme,
-        or after two lexemes that match the same text.
+        or after two lexemes matching the same text.
         """
         lexeme_expressions = list(self.lexemes.values())
         followers, start_lexemes = self.find_lexeme_followers(budget)
@@ -371,8 +371,8 @@ class Automaton:
 class LexemeComparer:
     """Builds the automata of lexemes and compares them; both results are cached.
 
-    A set of characters is a bit set. Characters that no character class in ``nodes`` (all expressions of the grammar)
-    tells apart share one bit.
+    A set of characters is a bit set. Characters not told apart by any character class in ``nodes`` (all expressions of
+    the grammar) share a bit.
     """
 
     def __init__(self, rules: dict[str, Expression], nodes: Iterable[Expression], budget: StepBudget) -> None:
@@ -430,7 +430,7 @@ class LexemeComparer:
         return share_text, extending_characters
 
     def _add_expression(self, automaton: Automaton, node: Expression, start_state: int) -> int:
-        """Add an expression that begins in ``start_state``; return its end state."""
+        """Add an expression beginning in ``start_state``; return its end state."""
         self._budget.spend(3)
         match node:
             case CharacterClass():

@@ -29,7 +29,7 @@ STYLE_SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whi
 class CompiledSchema:
     """``lark``: the grammar. ``warning``: the ignored parts of the schema, or "".
 
-    ``item_tracks``: where arrays with unique items are, which the grammar doesn't enforce; None: nowhere.
+    ``item_tracks``: the places of arrays with unique items, not enforced by the grammar; None: nowhere.
     ``text_parameters``: with ``ParameterExpressions``, the properties written as text without quotes.
     """
 

@@ -1,4 +1,4 @@
-"""Checks a JSON schema: keywords must have valid values; keywords that the standard doesn't define give a warning.
+"""Checks a JSON schema: keywords must have valid values; keywords unknown to the standard give a warning.
 
 https://json-schema.org/draft/2020-12/json-schema-validation defines the keywords.
 """
@@ -50,7 +50,7 @@ class SchemaChecker:
 
     Args:
         find_problem: returns why llguidance can't use a string's schema; "" if it can.
-        lenient: leave out expressions that can't be enforced instead of refusing them.
+        lenient: leave out unenforceable expressions instead of refusing them.
     """
 
     def __init__(self, root: JsonObject, find_problem: Callable[[JsonObject], str], lenient: bool) -> None:
@@ -74,7 +74,7 @@ class SchemaChecker:
                 raise OvspecError(f"{pointer}: this should be a schema: an object, true or false.")
 
     def warning(self) -> str:
-        """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
+        """Return a warning about surprises for the author, as the end of a sentence; "" for none."""
         warnings: list[str] = []
         ignored_keywords = self.first_pointer_by_ignored_keyword.items()
         if ignored := [(keyword, pointer) for keyword, pointer in ignored_keywords if not self._is_referenced(pointer)]:
@@ -211,7 +211,7 @@ def check_type_name(type_name: str, pointer: str) -> None:
 
 
 def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> tuple[JsonValue, str]:
-    """Return the schema in ``root`` that a reference at JSON pointer ``pointer`` refers to, and its own pointer."""
+    """Return the schema in ``root`` referenced at JSON pointer ``pointer``, and its own pointer."""
     require_condition(isinstance(reference, str), pointer, "text such as #/$defs/name")
     schema_id = root.get("$id", root.get("id"))
     target_pointer = reference
@@ -241,7 +241,7 @@ def escape_pointer_key(schema_key: str) -> str:
 
 
 def check_writable(value: JsonValue, pointer: str) -> None:
-    """Refuse characters that only a numeric escape could write."""
+    """Refuse characters that can only be written as numeric escapes."""
     unchecked_values = [value]
     while unchecked_values:
         value_part = unchecked_values.pop()

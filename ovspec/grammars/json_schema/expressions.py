@@ -12,7 +12,7 @@ ANCHOR_PATTERN = re.compile(r"\\[bBAzZ]")
 
 
 def split_lookaheads(pattern: str) -> tuple[list[str], list[str]]:
-    """Return the expressions that a text must contain, and those it must not, if it is to match ``pattern``.
+    """Return the expressions a text must contain, and the forbidden ones, to match ``pattern``.
 
     They differ from ``pattern`` if it begins with look-aheads: ^(?!aws).+$ is ^.+$ without ^(?:aws).
     """

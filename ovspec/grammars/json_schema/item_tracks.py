@@ -11,7 +11,7 @@ from ovspec.grammars.json_schema.shapes import Arrays, Objects, SchemaNode
 # For each track number, the possible arrays and objects at its place; number 0 is the whole text. Arrays: {"unique",
 # "prefix", "items"}; objects: {"properties", "patterns", "rest"}, with the track numbers of their members.
 ItemTracks = list[list[JsonObject]]
-# In a text that isn't JSON as a whole: the properties of the objects around JSON arguments.
+# In a text with JSON only in parts: the properties of the objects around JSON arguments.
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 

@@ -1,4 +1,4 @@
-"""Reads the keywords of a JSON schema that refer to no other schema, and lists those that do."""
+"""Reads a JSON schema's keywords without references to other schemas, and lists the keywords with references."""
 
 from __future__ import annotations
 

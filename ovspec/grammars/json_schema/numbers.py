@@ -16,7 +16,7 @@ LARGEST_EXACT_NUMBER = 2**53  # readers may keep numbers as 64-bit floats
 
 
 def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
-    """Return the regular expressions that the text of a number must all match, and those it must not match.
+    """Return the regular expressions the text of a number must match, all of them, and the ones it must not match.
 
     ``multiple_of`` isn't covered.
     """
@@ -90,7 +90,7 @@ def write_wholes_above(whole: str) -> str:
 
 
 def has_no_number(numbers: Numbers) -> bool:
-    """Return whether the bounds exclude every number that can be written, as far as that is easy to see."""
+    """Return whether the bounds exclude every writable number, as far as this is easy to see."""
     if numbers.values is not None:
         return not numbers.values
     low, high = numbers.low, numbers.high

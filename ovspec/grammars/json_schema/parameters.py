@@ -12,7 +12,7 @@ from ovspec.grammars.json_schema.expressions import (  # isort: skip
 from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, UnenforceableValues, close_object
 from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_quantifier, write_in_order
 
-# llguidance 1.9 fails where a token follows an expression that only its negated part could continue.
+# llguidance 1.9 fails where a token follows an expression and only the negated part of it could continue.
 OPTIONAL_SPACE = "/ ?/"
 
 

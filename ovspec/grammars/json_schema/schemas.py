@@ -1,4 +1,4 @@
-"""Reads JSON schemas: the shapes of the values that match some schemas and don't match others.
+"""Reads JSON schemas: the shapes of the values matching some schemas and not matching others.
 
 Keywords are negated one by one, so ``not``, ``if`` and overlapping options of ``oneOf`` become alternatives.
 https://json-schema.org/draft/2020-12/json-schema-core and .../json-schema-validation define the keywords.
@@ -32,7 +32,7 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
     search_pattern, shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
 )  # fmt: skip
 
-# Keywords that restrict no value, alone or next to a $ref.
+# Keywords without a restriction of their own, alone or next to a $ref.
 UNRESTRICTING_KEYWORDS = {*ANNOTATION_KEYWORDS, "$defs", "definitions"}
 MAX_ALTERNATIVES = 400  # of one type
 
@@ -69,7 +69,7 @@ class SchemaGraph:
 
     Args:
         root: the whole schema; it has been checked.
-        lenient: leave out parts that can't be enforced, instead of marking them as ``UnenforceableValues``.
+        lenient: leave out unenforceable parts, instead of marking them as ``UnenforceableValues``.
         has_no_text: returns whether no string fits an alternative.
     """
 
@@ -86,7 +86,7 @@ class SchemaGraph:
         self.root_node = self.make_node(root, "#")
 
     def make_node(self, schema: JsonObject | bool, pointer: str) -> SchemaNode:
-        """Return the node of the values that match ``schema``, which is at this JSON pointer."""
+        """Return the node of the values matching ``schema``, found at this JSON pointer."""
         passed_ids = set[int]()
         while isinstance(schema, dict) and "$ref" in schema:
             # Until draft 7, keywords next to a $ref are ignored.
@@ -105,17 +105,17 @@ class SchemaGraph:
         return frozenset({(self._numbers_by_schema[schema_text], True)})
 
     def make_reference_node(self, reference: str, pointer: str) -> SchemaNode:
-        """Return the node of the schema that a reference at this JSON pointer refers to."""
+        """Return the node of the schema referenced at this JSON pointer."""
         return self.make_node(*resolve_reference(self._root, reference, pointer))
 
     def make_list_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> list[SchemaNode]:
-        """Return the nodes of the schemas that a keyword lists, if it is there."""
+        """Return the nodes of the schemas in a keyword's list, if it is there."""
         return [
             self.make_node(subschema, f"{pointer}/{keyword}/{i}") for i, subschema in enumerate(schema.get(keyword, ()))
         ]
 
     def make_named_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> dict[str, SchemaNode]:
-        """Return the nodes of the schemas that a keyword maps names to, if it is there."""
+        """Return the nodes of the schemas in a keyword's mapping, by name, if it is there."""
         subschemas = schema.get(keyword, {}).items()
         return {
             property_name: self.make_node(subschema, f"{pointer}/{keyword}/{property_name}")
@@ -123,7 +123,7 @@ class SchemaGraph:
         }
 
     def negate_node(self, node: SchemaNode) -> SchemaNode:
-        """Return the node of the values that don't match a node made by ``make_node``."""
+        """Return the node of the values not matching a node made by ``make_node``."""
         if not node:
             return NO_VALUE
         return frozenset((schema_number, not must_match) for schema_number, must_match in node)
@@ -141,7 +141,7 @@ class SchemaGraph:
         return self._shapes[node]
 
     def fits_no_value(self, node: SchemaNode) -> bool:
-        """Return whether ``node`` has no values, as far as that is easy to see."""
+        """Return whether ``node`` has no values, as far as this is easy to see."""
         try:
             return node == NO_VALUE or not self.find_shape(node)
         except CircularSchemaError:  # only through values within values
@@ -161,7 +161,7 @@ class SchemaGraph:
         return first_unenforceable
 
     def unenforceable_shape(self, pointer: str, reason: str, *json_types: str) -> ValueShape:
-        """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""
+        """Return the shape for an unenforceable keyword about values of these types (all if none)."""
         if self.lenient:
             return ANY_SHAPE
         unenforceable = UnenforceableValues(pointer, reason, "negated" in reason)
@@ -225,7 +225,7 @@ class SchemaGraph:
         return requirements
 
     def _gather_unions(self, schema: JsonObject, pointer: str, requirements: ValueRequirements) -> list[SchemaNode]:
-        """Add the unions of a schema to ``requirements``; return the nodes that a value must match in any case."""
+        """Add the unions of a schema to ``requirements``; return the nodes a value must match in any case."""
         required_nodes = self.make_list_nodes(schema, "allOf", pointer)
         for keyword in REFERENCE_KEYWORDS:
             if keyword in schema:
@@ -343,7 +343,7 @@ class SchemaGraph:
         )
 
     def _intersect_one_of(self, shape: ValueShape, nodes: list[SchemaNode], pointer: str) -> ValueShape:
-        """Return the values of ``shape`` that match exactly one of ``nodes``, the options of a oneOf."""
+        """Return the values of ``shape`` matching exactly one of ``nodes``, the options of a oneOf."""
         shapes = [self._intersect(shape, self.find_shape(node)) for node in nodes]
         exclusive_shapes: list[ValueShape] = []
         for i, option_shape in enumerate(shapes):
@@ -358,7 +358,7 @@ class SchemaGraph:
         return check_alternative_count(unite_shapes(*exclusive_shapes))
 
     def _complement_branch(self, node: SchemaNode, pointer: str) -> ValueShape:
-        """Return the shape of the values that don't match ``node``, an option of a oneOf."""
+        """Return the shape of the values not matching ``node``, an option of a oneOf."""
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
             enforceable = tuple(option for option in alternatives if not isinstance(option, UnenforceableValues))
@@ -376,7 +376,7 @@ class SchemaGraph:
 
 
 def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> ValueShape:
-    """Return the shape that the keywords for single types describe."""
+    """Return the shape described by the keywords for single types."""
     readers: dict[str, Callable[[], Alternative | None]] = {
         **JSON_TYPES,
         "number": lambda: read_allowed_numbers(schema),
@@ -443,7 +443,7 @@ def make_if_cases(schema: JsonObject, pointer: str, graph: SchemaGraph) -> list[
 
 
 def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape | SchemaNode]:
-    """Yield the options of values that break ``schema``: one for each way to break it."""
+    """Yield the options of values breaking ``schema``: one for each way to break it."""
     if "type" in schema:
         yield negate_types(list_allowed_types(schema), f"{pointer}/type", graph)
     if "const" in schema:
@@ -495,13 +495,13 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
 
 
 def unenforceable_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueShape:
-    """Return the shape of the values of one type that break the keyword at ``pointer``, which can't be enforced."""
+    """Return the shape of the values of one type breaking the keyword at ``pointer``, an unenforceable one."""
     refused_shape = graph.unenforceable_shape(pointer, f"{pointer.rpartition('/')[2]} can't be negated", json_type)
     return ValueShape({json_type: refused_shape.by_type[json_type]})
 
 
 def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> ValueShape:
-    """Return the shape of the values that have none of these types."""
+    """Return the shape of the values with none of these types."""
     by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
         reason = "integers and other numbers can't be distinguished"

@@ -11,7 +11,7 @@ from math import inf, lcm
 from ovspec.base.json_types import JsonValue
 from ovspec.grammars.json_schema.checking import is_number
 
-# The numbers of schemas (see ``SchemaGraph``) that a value must match (True) or must not match (False).
+# The numbers of schemas (see ``SchemaGraph``) a value must match (True) or must not match (False).
 SchemaNode = frozenset[tuple[int, bool]]
 ANY_VALUE: SchemaNode = frozenset()
 NO_VALUE: SchemaNode = frozenset({(0, True)})
@@ -177,7 +177,7 @@ def shape_of_type(json_type: str, *alternatives: Alternative) -> ValueShape:
 
 
 def shape_if_type(json_type: str, *alternatives: Alternative) -> ValueShape:
-    """Return the shape of values that have one of ``alternatives`` if they are of this type; others are free."""
+    """Return the shape of values with one of ``alternatives`` if they are of this type; others are free."""
     return ValueShape({**ANY_SHAPE.by_type, json_type: alternatives})
 
 
@@ -192,7 +192,7 @@ def unite_shapes(*shapes: ValueShape) -> ValueShape:
 
 
 def join_nodes(*nodes: SchemaNode) -> SchemaNode:
-    """Return the node of the values that match all ``nodes``."""
+    """Return the node of the values matching all ``nodes``."""
     joined_conditions = frozenset().union(*nodes)
     if joined_conditions >= NO_VALUE or any(
         (schema_number, not must_match) in joined_conditions for schema_number, must_match in joined_conditions
@@ -367,7 +367,7 @@ def to_decimal(value: int | float) -> Decimal:
 
 
 def close_object(objects: Objects) -> Objects:
-    """Return the objects without names that their schema doesn't mention, if it lists any."""
+    """Return the objects without names unmentioned in their schema, if it lists any."""
     if objects.unlisted_is_default and objects.properties:
         return replace(objects, unlisted_node=NO_VALUE, unlisted_is_default=False)
     return objects

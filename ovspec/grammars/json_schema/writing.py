@@ -279,7 +279,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
         for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
             key_strings = replace(strings, excluded=strings.excluded | listed_names, absent_patterns=absent_patterns)
-            # If the names that match none of the patterns can't be described, there are no others.
+            # If the names matching none of the patterns can't be described, there are no others.
             compared_patterns = [*key_strings.absent_patterns, *(key_strings.patterns if property_patterns else ())]
             if None not in map(make_json_string_expression, compared_patterns):
                 property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
@@ -462,7 +462,7 @@ def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
 
 
 def size_quantifier(strings: Strings) -> str:
-    """Return the repetition of a character that gives an expression the right lengths."""
+    """Return the repetition of a character, to give an expression the right lengths."""
     if strings.max_size < inf:
         return f"{{{strings.min_size},{strings.max_size}}}"
     return f"{{{strings.min_size},}}" if strings.min_size else "*"
