@@ -67,7 +67,7 @@ class Crowd:
         asked = [texts[index] for index in self.random.choice(len(texts), int(self.random.integers(4, 9)))]
         self.asked = [(text, int(self.random.integers(20, MOST + 1))) for text in asked]
         longest = max(len(text.prompt) + count for text, count in self.asked)
-        room = -(-longest // self.block) + int(self.random.integers(0, 2 if self.block > 1 else 20))
+        room = -(-longest // self.block) + int(self.random.integers(0, 2 if self.block > 1 else 4))
         self.limit = room * self.block
         drafter, lookahead = self.decoders.select_drafter_and_lookahead(
             lm.runtime.row_maker.make_complete_params({"lookahead": 3} if lm.runtime.models.draft_choice else {})
