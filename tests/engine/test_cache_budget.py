@@ -244,11 +244,14 @@ def test_a_row_that_was_set_back_can_be_cancelled(load: Load) -> None:
     assert sorted(number for number, _ in scheduler.cancel_rows()) == [0, 1, 2]
 
 
-def check_crowds(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, count: int, first_seed: int = 0) -> None:
+def check_crowds(
+    lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, count: int, first_seed: int = 0, set_back: float = 0.6
+) -> None:
+    """Run ``count`` crowds; at least a share ``set_back`` of as many rows must be set back."""
     assert lm.runtime.models.rows_grow, "exact on every machine that runs these tests"
     texts = texts_of(cold, 10)
     found = [Crowd(lm, texts, first_seed + seed).run() for seed in range(count)]
-    assert sum(map(bool, found)) > 0.3 * count and sum(found) > 0.6 * count
+    assert sum(map(bool, found)) > 0.3 * count and sum(found) > set_back * count
 
 
 @pytest.mark.parametrize("memory", [0, MANY])
@@ -274,7 +277,7 @@ def test_crowds_on_the_stateful_engine(cache_dir: Path) -> None:
     lm = ovspec.load(demo, ["lookup", demo / "draft"], cache_memory=MANY, **options)
     if not lm.runtime.models.rows_grow:
         pytest.skip("the stateful engine isn't exact on this machine")
-    check_crowds(lm, ovspec.load(demo, "none", cache_memory=0, **options), 20)
+    check_crowds(lm, ovspec.load(demo, "none", cache_memory=0, **options), 20, set_back=0.4)  # no blocks to fill
 
 
 @SLOW
