@@ -202,20 +202,20 @@ def test_scrolling_while_an_answer_grows(browser: Browser, open_tab: OpenTab) ->
         tab.page.reload()
         tab.page.locator("#chats .chat").first.click()
         expect(tab.page.locator(".message").nth(199)).to_be_attached()
-        idle_rates = list[float]()
+        idle_rates, rates = list[float](), list[float]()
         for _ in range(3):
             idle_rates.append(scrolling_rate(browser, tab, "nothing grows"))
             tab.ask("Go on")
             expect(tab.last.locator(".markdown").last).not_to_be_empty()
             tab.page.wait_for_timeout(1000)
-            rate = scrolling_rate(browser, tab, "an answer grows")
+            rates.append(scrolling_rate(browser, tab, "an answer grows"))
             tab.page.keyboard.press("Escape")
             tab.wait()
-            if rate > 55:
+            if rates[-1] > 55:
                 return
     if max(idle_rates) < 58:
         pytest.skip(f"this machine is too busy: {max(idle_rates):.0f} frames a second with nothing that grows")
-    pytest.fail(f"{rate:.1f} frames a second")
+    pytest.fail(f"{max(rates):.1f} frames a second")
 
 
 def scrolling_rate(browser: Browser, tab: Tab, label: str) -> float:
