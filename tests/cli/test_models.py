@@ -51,7 +51,7 @@ def put(pair: Path, name: str, source: str) -> None:
 
 
 def test_a_table_of_models(run: Callable[..., Outcome], pair: Path, tmp_path: Path) -> None:
-    assert "'ovspec chat MODEL' does it" in run("models").err
+    assert "'ovspec chat MODEL' exports and keeps MODEL" in run("models").err
     put(pair, "model-fp32", "org/model")
     put(pair, "other", "org/other")
     os.utime(tmp_path / "cache" / "models" / "model-fp32" / "entry.json", (0, 0))

@@ -160,7 +160,7 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OvspecError, match=told):
         trim_ir(folder, IDS, "x")
     monkeypatch.setattr(lm_head, "find_lm_head", lambda _: None)
-    with pytest.raises(OvspecError, match="because its lm_head can't be found in the graph"):
+    with pytest.raises(OvspecError, match="its lm_head can't be found in the graph; choose another draft"):
         trim_ir(folder, IDS, "x")
     assert (folder / MODEL_FILE).read_bytes() == before and len([*folder.iterdir()]) == 2
 

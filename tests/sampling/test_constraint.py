@@ -459,7 +459,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a schema's name": ({"json_schema": "person.json"}, "give the schema's text, or a Path"),
     "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "pass the grammar as gbnf"),
     "a folder": ({"grammar": ROOT}, "is a folder"),
-    "no choice": ({"choice": iter([])}, "at least one"),
+    "no choice": ({"choice": iter([])}, "must be a non-empty list"),
     "a processor that returns nothing": ({"logits_processors": [lambda *_: None]}, "must return logits"),
 }
 

@@ -127,7 +127,7 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     several = write_mtp_layers(distil.folder / "several", 2)
     refused(distil, "several: has 2 MTP layers; only a single MTP layer can be trained", draft=str(several))
     wide = write_head(distil.folder / "wide", target=TARGET_CONFIG | {"hidden_size": 192}, layer_ids=LAYERS)
-    refused(distil, "wide cannot draft for model: it reads 3 layers, 576 values in all", draft=str(wide))
+    refused(distil, "wide cannot draft for model: it reads 3 layers with 576 values in total", draft=str(wide))
     tokenizer = json.loads((DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     a, b = list(vocabulary)[300:302]
