@@ -78,6 +78,11 @@ def test_most_messages_are_found(messages: set[str]) -> None:
     assert {"{path}: not UTF-8 text; save it as UTF-8.", "--logprobs needs --json."} <= messages
 
 
+def test_few_words_point_at_things() -> None:
+    assert english.rate("Those that nobody names, which is what I mean.") > 40
+    assert english.rate("\n".join(english.texts_for_users().values())) <= english.MAX_RELATIVE_WORDS
+
+
 def test_sentences_end_with_a_full_stop() -> None:
     sentences = list(raised_sentences())
     assert len(sentences) > 400

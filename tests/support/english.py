@@ -179,11 +179,16 @@ def listing() -> str:
     return "\n".join(parts)
 
 
+def texts_for_users() -> dict[str, str]:
+    """Return the prose of the pages, the help and the errors, by name."""
+    return {**pages(), "help": help_texts(), "errors": "\n".join(itertools.chain(*messages().values()))}
+
+
 def main() -> None:
     if "--messages" in sys.argv[1:]:
         MESSAGES_FILE.write_text(listing(), encoding="utf-8", newline="\n")
         return
-    texts = {**pages(), "help": help_texts(), "errors": "\n".join(itertools.chain(*messages().values()))}
+    texts = texts_for_users()
     for name, text in sorted(texts.items(), key=lambda entry: rate(entry[1])):
         print(f"{rate(text):5.2f} {len(WORD.findall(text)):6} {name}")
     print(f"{rate(' '.join(texts.values())):5.2f} in all")
