@@ -39,24 +39,24 @@ POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; on Windows, 
 SMALLEST_GROUP_SIZE = 16  # weights with a shared scale
 KEPT_SIZE = 1.8  # of kept weights, at most, as a share of the source's: 5 bits become 8
 JOB_FAILURES = {
-    "export_with_optimum": "optimum-cli could not export it",
+    "export_with_optimum": "optimum-cli could not export the model",
     "convert_eagle_head": "the head could not be converted",
     "convert_mtp_layers": "its MTP layer could not be converted",
     "unpack_gguf_weights": "its weights could not be unpacked",
     "convert_tokenizer": "its tokenizer could not be converted",
     "save_first_layers": "its first layers could not be saved as a checkpoint",
-    "calibrate_weights": "nncf could not compress it",
-    "round_to_bf16": "it could not be rounded to bf16",
-    "evaluate_ir": "it could not be compared with the checkpoint",
-    "write_texts": "it could not generate texts",
+    "calibrate_weights": "nncf could not compress the model",
+    "round_to_bf16": "the model could not be rounded to bf16",
+    "evaluate_ir": "the exported model could not be compared with the checkpoint",
+    "write_texts": "the model could not generate texts",
     "write_features": "its hidden states could not be computed",
     "train_head": "a head could not be trained",
     "train_mtp": "an MTP layer could not be trained",
     "check_mtp_possible": "no MTP layer can be made",
-    "find_most_used_ids": "it could not generate texts",
+    "find_most_used_ids": "the model could not generate texts",
     "train_draft": "the draft could not be trained",
-    "measure_costs": "it could not be timed",
-    "measure_gain": "the gain could not be measured",
+    "measure_costs": "the model could not be timed",
+    "measure_gain": "the draft's gain could not be measured",
 }
 JOBS_WITHOUT_OVERLAY = ("unpack_gguf_weights", "convert_tokenizer", "round_to_bf16")  # they don't load the model
 # Text in the standard error of a failed step -> the reason to report instead.
@@ -236,7 +236,9 @@ def make_first_layers_checkpoint(source: Source, layer_count: int, folder: Path,
 def compute_layer_share(source: Source, layer_count: int) -> float:
     """Return ``layer_count`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
-        raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
+        raise OvspecError(
+            f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR; give the checkpoint."
+        )
     total_layers = source.get_config_number("layers")
     if total_layers is None:
         return 1.0  # not in the config under any of these names; transformers will know
@@ -321,7 +323,9 @@ def run_worker_job(
         error_text = error_file.read_text(encoding="utf-8", errors="replace")
     if process.returncode:
         reason = describe_failure(error_text, process.returncode, scratch_folder.absolute().parent)
-        raise OvspecError(f"{model.name}: {JOB_FAILURES[job]} ({reason}).")
+        raise OvspecError(
+            f"{model.name}: {JOB_FAILURES[job]} ({reason}); correct this and try again, or report it to ovspec."
+        )
     return not stop_requested
 
 

@@ -32,11 +32,11 @@ SCRIPT_PREFIXES = ("../", "/", "bin/", "Scripts/")
 # Text in pip's or uv's output -> why the packages are unavailable.
 INSTALL_FAILURES = {
     "No space left on device": "the disk is full",
-    "No matching distribution": "the package index cannot be reached or doesn't have them",
+    "No matching distribution": "the package index cannot be reached, or doesn't have these packages",
     "NewConnectionError": "the package index cannot be reached",
     "Failed to fetch": "the package index cannot be reached",
     "DO NOT MATCH THE HASHES": "a downloaded package has the wrong checksum",
-    "Long Path support": "a path is too long for Windows; enable long paths",
+    "Long Path support": "a path there is too long for Windows; see https://pip.pypa.io/warnings/enable-long-paths",
     "Hash mismatch": "a downloaded package has the wrong checksum",
 }
 
@@ -138,7 +138,9 @@ def prepare_environment(environment: Environment, families: str) -> Path:
         finally:
             lock.release()
     except OSError as error:
-        raise OvspecError(f"{folder}: cannot be written for {families} ({error.strerror or error}).") from None
+        raise OvspecError(
+            f"{folder}: cannot be written for {families} ({error.strerror or error}); correct this and try again."
+        ) from None
     return folder
 
 
@@ -178,11 +180,12 @@ def install_wheels(environment: Environment, families: str) -> int:
         if process.returncode:
             reason = describe_install_failure(process)
             wheel_names = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
-            incomplete_note = f"The folder {folder.name} is incomplete. " if folder.exists() else ""
+            incomplete_note = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
             raise OvspecError(
                 f"Exporting {families} needs {wheel_names}, which could not be installed into {folder.parent} "
-                f"({reason}). {incomplete_note}Without a network, run 'ovspec export --prepare {families}' on "
-                f"another machine, and copy the folder {folder.name} from there."
+                f"({reason}). {incomplete_note}Correct this and try again. If this machine has no network, run 'ovspec "
+                f"export --prepare {families}' on another machine, and copy the folder {folder.name} from its cache to "
+                f"{folder.parent} on this machine."
             )
         size = sum(path.stat().st_size for path in packages_folder.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder

@@ -18,7 +18,7 @@ from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import format_size, show_step
 from ovspec_export import convert
 from ovspec_export.gguf_config import build_generation_config
-from ovspec_export.gguf_file import GgufHeaders
+from ovspec_export.gguf_file import CHECKPOINT_ADVICE, GgufHeaders
 from ovspec_export.gguf_tokenizer import read_end_ids
 from ovspec_export.gguf_weights import CONFIG_TENSORS, make_name_tables_once, parse_layer_number
 from ovspec_export.kept_weights import WEIGHTS_FILE
@@ -146,11 +146,15 @@ def convert_gguf_tensor(
             weights=headers.tensors[name].read_values(), name=name, **processor_options
         )
     except (KeyError, ValueError) as error:
-        raise OvspecError(f"{headers.path}: its tensor {name} can't be converted ({error}).") from None
+        raise OvspecError(
+            f"{headers.path}: its tensor {name} can't be converted ({error}); {CHECKPOINT_ADVICE}."
+        ) from None
     if processed_tensor.name is None:  # already in ``tensors``
         return
     if processed_tensor.name not in hf_names:
-        raise OvspecError(f"{headers.path}: its tensor {name} is unknown in the family {headers.architecture}.")
+        raise OvspecError(
+            f"{headers.path}: its tensor {name} is unknown in the family {headers.architecture}; {CHECKPOINT_ADVICE}."
+        )
     weights = np.array(processed_tensor.weights, np.float32)
     shape = hf_shapes.get(hf_names[processed_tensor.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:

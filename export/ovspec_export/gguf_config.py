@@ -201,12 +201,12 @@ def build_config(headers: GgufHeaders) -> JsonObject:
         config = {config_keys[key]: entry for key, entry in architecture_entries.items() if key in config_keys}
         config |= architecture.derive_entries(headers, config)
         rotated_width = architecture_entries.get("rope.dimension_count")
-        if architecture.rotates_whole_heads and rotated_width not in (None, compute_head_width(config)):
-            raise ValueError(f"rotary embeddings of {rotated_width} values per head")
+        if architecture.rotates_whole_heads and rotated_width not in (None, head_width := compute_head_width(config)):
+            raise ValueError(f"rotary embeddings of {rotated_width} values per head, but heads of {head_width} values")
         config |= {"vocab_size": headers.tensors["token_embd.weight"].shape[0]}
         token_count = len(headers.metadata.get("tokenizer.ggml.tokens", []))
         if token_count > config["vocab_size"]:
-            raise ValueError(f"{token_count} tokens, but embeddings for {config['vocab_size']}")
+            raise ValueError(f"{token_count} tokens, but embeddings for only {config['vocab_size']}")
         config |= {"tie_word_embeddings": "output.weight" not in headers.tensors}
         config |= read_rope_scaling(headers, config)
         role_token_ids = {

@@ -113,7 +113,7 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
     """Return SentencePiece's BPE: the two neighbours that make the token with the best score are merged first."""
     scores = list(metadata.scores or [0.0] * len(vocabulary.tokens))
     if len(scores) < len(vocabulary.tokens):
-        raise damaged_tokenizer_error(name, f"{len(vocabulary.tokens)} tokens have {len(scores)} scores")
+        raise damaged_tokenizer_error(name, f"only {len(scores)} of {len(vocabulary.tokens)} tokens have a score")
     if not all(map(math.isfinite, scores)):
         raise damaged_tokenizer_error(name, "a score is not a number")
     token_types = zip(scores, vocabulary.token_types, strict=False)

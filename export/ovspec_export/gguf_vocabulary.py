@@ -103,7 +103,7 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str)
         )
     token_types = list(metadata.token_type or [NORMAL] * len(tokens))
     if len(token_types) < len(tokens):
-        raise damaged_tokenizer_error(name, f"{len(tokens)} tokens have {len(token_types)} types")
+        raise damaged_tokenizer_error(name, f"only {len(token_types)} of {len(tokens)} tokens have a type")
     ids_by_role = {role: read_role_id(role, entries, len(tokens), name) for role in (*ROLES, *ROLE_TOKENS)}
     role_ids = {role: token_id for role, token_id in ids_by_role.items() if token_id is not None}
     for role, token_id in ASSUMED_ROLE_IDS.get(metadata.model, {}).items():
@@ -143,7 +143,7 @@ def read_role_id(role: str, entries: JsonObject, token_count: int, name: str) ->
 
 
 def damaged_tokenizer_error(name: str, problem: str) -> OvspecError:
-    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again or use another.")
+    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again, or use another.")
 
 
 def quote_shortened(text: str) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec_export.experts import find_expert_stacks, join_experts, join_matrices
 from ovspec_export.gguf_blocks import read_packed_weights
-from ovspec_export.gguf_file import GgufHeaders, TensorInfo
+from ovspec_export.gguf_file import CHECKPOINT_ADVICE, GgufHeaders, TensorInfo
 from ovspec_export.kept_weights import check_numbers, quantise_to_int8
 from ovspec_export.packed_weights import PackedWeights, unpack_rows
 
@@ -177,7 +177,8 @@ class GgufWeights:
 
     def _make_place_error(self, name: str) -> OvspecError:
         return OvspecError(
-            f"{self._headers.path}: its tensor {name} is unknown in the family {self._headers.architecture}."
+            f"{self._headers.path}: its tensor {name} is unknown in the family {self._headers.architecture}; "
+            f"{CHECKPOINT_ADVICE}."
         )
 
     def _make_shape_error(self, name: str, model_shape: tuple[int, ...]) -> OvspecError:
@@ -194,7 +195,9 @@ class GgufWeights:
                 weights=values, name=name, tensor_key_mapping=self._hf_names, parsed_parameters={"tensors": tensors}
             )
         except (KeyError, ValueError) as error:
-            raise OvspecError(f"{self._headers.path}: its tensor {name} can't be converted ({error}).") from None
+            raise OvspecError(
+                f"{self._headers.path}: its tensor {name} can't be converted ({error}); {CHECKPOINT_ADVICE}."
+            ) from None
         if processed.name is None:  # in ``tensors``, by its new name
             [(hf_name, tensor)] = tensors.items()
             return hf_name, tensor.numpy()

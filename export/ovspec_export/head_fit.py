@@ -22,6 +22,7 @@ from ovspec_export.head_layout import choose_default_tap_layers
 from ovspec_export.sources import HeadSource, MtpSource, Source
 
 NAME_CHECKPOINT_ADVICE = "give the head's checkpoint instead"
+OTHER_HEAD_ADVICE = "choose a head made for this target"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,15 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
     proposed_ids = np.arange(layout.draft_vocab_size)
     if offsets is not None:
         if offsets.shape != proposed_ids.shape:
-            raise OvspecError(f"{head.name}: its d2t has {len(offsets)} entries for {len(proposed_ids)} tokens.")
+            raise OvspecError(
+                f"{head.name}: its tensor d2t has {len(offsets)} entries for {len(proposed_ids)} tokens; "
+                "download the head again."
+            )
         proposed_ids = proposed_ids + offsets
     elif layout.draft_vocab_size != layout.vocab_size:
         raise OvspecError(
-            f"{head.name}: it proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no d2t with "
-            "their ids."
+            f"{head.name}: it proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no tensor "
+            "d2t with the ids of these tokens; download the head again."
         )
     return HeadSizes(
         hidden_size=layout.hidden_size,
@@ -81,7 +85,7 @@ def read_mtp_sizes(layer: MtpSource) -> HeadSizes:
     """Return the sizes of the MTP layer in a checkpoint."""
     shapes = layer.tensor_shapes()
     if "fc.weight" not in shapes:
-        raise OvspecError(f"{layer.name}: its MTP layer lacks the tensor fc.weight.")
+        raise OvspecError(f"{layer.name}: its MTP layer lacks the tensor fc.weight; download the model again.")
     width = shapes["fc.weight"][0]
     vocab_size = layer.get_config_number("vocab") or 0
     return HeadSizes(
@@ -134,28 +138,31 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     hidden_size, vocab_size, layer_count = (target.get_config_number(name) for name in ("hidden", "vocab", "layers"))
     if hidden_size is None or vocab_size is None or layer_count is None:
         raise OvspecError(
-            f"{refusal} the target's config.json lacks its hidden size, vocabulary size or number of layers."
+            f"{refusal} the target's config.json lacks its hidden size, vocabulary size or number of layers; add them."
         )
     if sizes.states_width != sizes.tap_count * hidden_size:
         raise OvspecError(
             f"{refusal} it reads {sizes.tap_count} layers with {sizes.states_width} values in total, but the "
-            f"target's hidden size is {hidden_size}."
+            f"target's hidden size is {hidden_size}; {OTHER_HEAD_ADVICE}."
         )
     if not sizes.has_own_embedding and sizes.hidden_size != hidden_size:
         raise OvspecError(
             f"{refusal} it uses the target's embedding, but its hidden size is {sizes.hidden_size} and the target's "
-            f"{hidden_size}."
+            f"{hidden_size}; {OTHER_HEAD_ADVICE}."
         )
     if not sizes.has_own_embedding and not sizes.has_own_lm_head and target.is_ir:
         raise OvspecError(f"{refusal} its lm_head comes from the target's embedding; give the target's checkpoint.")
     if sizes.vocab_size != vocab_size:
-        raise OvspecError(f"{refusal} its vocabulary has {sizes.vocab_size} tokens, but the target's has {vocab_size}.")
+        raise OvspecError(
+            f"{refusal} its vocabulary has {sizes.vocab_size} tokens, but the target's has {vocab_size}; "
+            f"{OTHER_HEAD_ADVICE}."
+        )
     check_head_token_ids(sizes, vocab_size, head.name)
     tap_layers = choose_default_tap_layers(layer_count) if sizes.tap_layers is None else list(sizes.tap_layers)
     if any(not 0 <= layer < layer_count for layer in tap_layers):
         raise OvspecError(
             f"{refusal} it reads the inputs of its layers {', '.join(map(str, tap_layers))}, but the target has "
-            f"layers 0 to {layer_count - 1}."
+            f"layers 0 to {layer_count - 1}; {OTHER_HEAD_ADVICE}."
         )
     return tap_layers
 
@@ -167,12 +174,12 @@ def check_head_token_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
     highest_id = proposed_ids.max()
     if lowest_id < 0 or highest_id >= vocab_size:
         raise OvspecError(
-            f"{name}: its d2t has token id {lowest_id if lowest_id < 0 else highest_id}, but there are {vocab_size} "
-            "tokens."
+            f"{name}: its tensor d2t has token id {lowest_id if lowest_id < 0 else highest_id}, but there are "
+            f"{vocab_size} tokens; download the head again."
         )
     if len(np.unique(proposed_ids)) < len(proposed_ids):
-        raise OvspecError(f"{name}: its d2t has a duplicate token.")
+        raise OvspecError(f"{name}: its tensor d2t has a duplicate token; download the head again.")
     if sizes.is_proposable is not None and not np.array_equal(
         np.flatnonzero(sizes.is_proposable), np.sort(proposed_ids)
     ):
-        raise OvspecError(f"{name}: its t2d and its d2t contain different tokens.")
+        raise OvspecError(f"{name}: its tensors t2d and d2t contain different tokens; download the head again.")

@@ -143,7 +143,7 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
     expected_shapes = layout.tensor_shapes()
     for tensor_name in sorted({*expected_shapes, *tensor_shapes}):
         if tensor_name not in expected_shapes:
-            raise OvspecError(f"{name}: the head has the unknown tensor {tensor_name}.")
+            raise OvspecError(f"{name}: the head has the unknown tensor {tensor_name}; choose another head.")
         if tensor_name not in tensor_shapes:
             raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}; download the head again.")
         if expected_shapes[tensor_name] != tensor_shapes[tensor_name]:
@@ -152,7 +152,7 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
             )
             raise OvspecError(
                 f"{name}: its tensor {tensor_name} has the shape {shape}, but {expected_shape} according to its "
-                "config.json."
+                "config.json; download the head again."
             )
     return layout
 
@@ -232,13 +232,19 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
         raise OvspecError(
-            f"{name}: the head's layer is of the family {family}; only {' and '.join(HEAD_FAMILIES)} are supported."
+            f"{name}: the head's layer is of the family {family}; only {' and '.join(HEAD_FAMILIES)} are "
+            "supported; choose another head."
         )
     has_further_layers = any(re.match(r"layers\.[1-9]", tensor) for tensor in tensor_names)
     if has_further_layers or config.get("num_hidden_layers", 1) != 1:
-        raise OvspecError(f"{name}: the head has several layers; only a single layer is supported.")
+        raise OvspecError(
+            f"{name}: the head has several layers; only a single layer is supported; choose another head."
+        )
     if config.get("use_sliding_window") or {*(config.get("layer_types") or ())} - {"full_attention"}:
-        raise OvspecError(f"{name}: the head's attention has a sliding window, but only full attention is supported.")
+        raise OvspecError(
+            f"{name}: the head's attention has a sliding window, but only full attention is supported; choose another "
+            "head."
+        )
     if config.get("norm_before_fc") and config.get("fc_norm"):
         raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
     rope_configs = [
@@ -256,7 +262,7 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
     if unsupported_ropes:
         raise OvspecError(
             f"{name}: the head's rotary embedding is {unsupported_ropes[0]}; only full rotary embeddings of the "
-            f"types {', '.join(SUPPORTED_ROPES)} are supported."
+            f"types {', '.join(SUPPORTED_ROPES)} are supported; choose another head."
         )
 
 

@@ -258,7 +258,9 @@ def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None 
     if not layout.has_own_lm_head:
         embedding_rows = embedding if own_embedding is None else own_embedding
         if embedding_rows is None:
-            raise OvspecError(f"{name}: the head has no lm_head, and no embedding to take its rows from.")
+            raise OvspecError(
+                f"{name}: the head has no lm_head, and no embedding to take its rows from; download the head again."
+            )
         tensors["lm_head.weight"] = embedding_rows[torch.arange(layout.draft_vocab_size) + head.d2t]
     weights = {tensor: tensors[tensor].float() for tensor in (*layout.tensor_shapes(), "lm_head.weight")}
     head.load_state_dict(weights, assign=True)

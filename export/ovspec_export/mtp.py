@@ -166,14 +166,15 @@ def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: A
         missing_names, unknown_names = layer.load_state_dict(own_tensors, strict=False)
     except RuntimeError as error:
         raise OvspecError(
-            f"{name}: its MTP layer has a tensor of the wrong shape ({str(error).splitlines()[-1].strip()})."
+            f"{name}: its MTP layer has a tensor of the wrong shape ({str(error).splitlines()[-1].strip()}); "
+            "download the model again."
         ) from None
     missing_names = [missing_name for missing_name in missing_names if missing_name.startswith(OWN_PARTS)]
     if missing_names or unknown_names:
         problem = (
             f"lacks the tensor {missing_names[0]}" if missing_names else f"has the unknown tensor {unknown_names[0]}"
         )
-        raise OvspecError(f"{name}: its MTP layer {problem}.")
+        raise OvspecError(f"{name}: its MTP layer {problem}; download the model again.")
     return layer.eval().requires_grad_(False), model
 
 
@@ -203,9 +204,15 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
     missing_names = [key for key in loading_info["missing_keys"] if "embed_tokens" not in key and "lm_head" not in key]
     wrong_names = [*missing_names, *(str(key[0]) for key in loading_info["mismatched_keys"])]
     if wrong_names:
-        raise OvspecError(f"{name}: its MTP layer lacks the tensor {min(wrong_names)}, or has a wrong shape for it.")
+        raise OvspecError(
+            f"{name}: its MTP layer lacks the tensor {min(wrong_names)}, or has a wrong shape for it; download "
+            "the model again."
+        )
     if loading_info["unexpected_keys"]:
-        raise OvspecError(f"{name}: its MTP layer has the unknown tensor {min(loading_info['unexpected_keys'])}.")
+        raise OvspecError(
+            f"{name}: its MTP layer has the unknown tensor {min(loading_info['unexpected_keys'])}; download the model "
+            "again."
+        )
     return model.eval()
 
 

@@ -90,7 +90,9 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
     model.tie_weights()
     missing_names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing_names:
-        raise OvspecError(f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all).")
+        raise OvspecError(
+            f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all); download the model again."
+        )
     # A matrix tied to another is the same matrix.
     tied_names = matrices.keys() - {name for name, _ in model.named_parameters()}
     return {name: mark for name, mark in marks.items() if name not in tied_names}

@@ -154,8 +154,8 @@ class Source:
         outer_family = self.config.get("model_type")
         if self.has_non_text_parts and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer_family), ()):
             raise OvspecError(
-                f"{self.name}: the text model of the family {outer_family} can't be extracted; only "
-                f"{', '.join(TEXT_MODEL_CLASSES)} are supported."
+                f"{self.name}: the text part of a {outer_family} model can't be exported; choose a text-only model, "
+                f"or one of the families {', '.join(TEXT_MODEL_CLASSES)}."
             )
         return find_family(self.model_type, self.name)
 
@@ -260,7 +260,9 @@ class HeadSource(Source):
         for file in self.pickled_files():
             for stored_name, tensor in read_pickled_tensors(file).items():
                 if map_to_eagle_head_name(stored_name) == name and tensor.is_floating_point():
-                    raise OvspecError(f"{file}: its tensor {name} must be of integers, not {tensor.dtype}.")
+                    raise OvspecError(
+                        f"{file}: its tensor {name} must be of integers, not {tensor.dtype}; download the head again."
+                    )
                 if map_to_eagle_head_name(stored_name) == name:
                     return tensor.numpy()
         for file in self.path.glob("model*.safetensors"):
@@ -354,14 +356,14 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
         (folder / weight_file).is_file() for weight_file in WEIGHT_FILES
     ):  # or transformers would look for pickled files
         raise OvspecError(
-            f"{name}: no {' and no '.join(WEIGHT_FILES)} in it, and other formats are not loaded because they can run "
+            f"{name} has no {' and no '.join(WEIGHT_FILES)}, and other formats are not loaded because they can run "
             "code; save the model with save_pretrained(..., safe_serialization=True) first."
         )
     for file in folder.glob("model*.safetensors"):
         read_safetensors_header(file)
     if not any((folder / tokenizer_file).is_file() for tokenizer_file in TOKENIZER_FILES) and not trust_remote_code:
         raise OvspecError(
-            f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add a tokenizer file."
+            f"{name} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])} ...); add a tokenizer file."
         )
     shards = set(read_dataclass(WeightIndex, folder / WEIGHT_FILES[1]).weight_map.values())
     if pickled_shard := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
@@ -376,10 +378,10 @@ def check_head_files(source: HeadSource, name: str) -> None:
     """Raise OvspecError if a head's checkpoint has no weights, or a file of them is damaged or missing."""
     files = [*source.path.glob("model*.safetensors"), *source.pickled_files()]
     if not files:
-        raise OvspecError(f"{name}: no model.safetensors and no pytorch_model.bin in it; download the head again.")
+        raise OvspecError(f"{name} has no model.safetensors and no pytorch_model.bin; download the head again.")
     if isinstance(source, MtpSource):
         if not source.layers:
-            raise OvspecError(f"{name}: no MTP layer in it; download it again.")
+            raise OvspecError(f"{name} has no MTP layer; download the layer again.")
         return
     index_file = f"{'pytorch_model.bin' if source.pickled_files() else 'model.safetensors'}.index.json"
     check_shards(source.path, index_file, name)
@@ -399,7 +401,7 @@ def check_shards(folder: Path, index_file: str, name: str) -> None:
 def check_source_config(source: Source, name: str) -> None:
     """Raise OvspecError if a model of this kind can't be exported; its weights need not exist yet."""
     if not (source.path / "config.json").is_file():
-        raise OvspecError(f"{name}: no config.json in it; give a folder with a Hugging Face checkpoint.")
+        raise OvspecError(f"{name} has no config.json; give a folder with a Hugging Face checkpoint.")
     if source.is_ir:
         return
     if (source.path / ADAPTER_FILE).is_file():

@@ -113,9 +113,15 @@ def map_text_tensors(source: Source) -> dict[str, str]:
         if old_prefix:
             new_names[name] = TEXT_TENSOR_PREFIXES[old_prefix] + name.removeprefix(old_prefix)
         elif not NON_TEXT_TENSORS.match(name):
-            raise OvspecError(f"{source.name}: cannot tell whether its tensor {name} belongs to the text model.")
+            raise OvspecError(
+                f"{source.name}: cannot tell whether its tensor {name} belongs to the text model; choose another "
+                "checkpoint."
+            )
     if len(set(new_names.values())) < len(new_names) or not new_names:
-        raise OvspecError(f"{source.name}: the text model's tensors can't be identified.")
+        problem = (
+            "two of its tensors have the same name in a text model" if new_names else "has no tensors of a text model"
+        )
+        raise OvspecError(f"{source.name}: {problem}; choose another checkpoint.")
     return new_names
 
 

@@ -34,7 +34,9 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
         return AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors
         reason = str(error).strip().partition("\n")[0].rstrip(".:") or type(error).__name__
-        raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({reason}).") from None
+        raise OvspecError(
+            f"{source.name}: its tokenizer cannot be loaded ({reason}); download the model again."
+        ) from None
 
 
 def read_source_templates(source: Source) -> dict[str, str]:

@@ -227,7 +227,7 @@ def compare_turns(
     plain_result, speculative = shown_pair
     divergence = find_divergence(lm, prompt, plain_result.token_ids, speculative.token_ids, compute_gaps)
     token_count = len(plain_result.token_ids)
-    equality_sentence = f"both texts have the same {token_count} token{'s' * (token_count != 1)}"
+    equality_sentence = f"both texts are identical: {token_count} token{'s' * (token_count != 1)}"
     if divergence:
         equality_sentence = divergence.describe(lm)
     return Comparison(speedup, speedup_sentence, divergence, equality_sentence, last_pair, shown_pair)

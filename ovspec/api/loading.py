@@ -68,7 +68,7 @@ def load(
     manifest = read_manifest(model_folder, params.verify)
     if params.verify and not manifest:
         raise OvspecError(
-            f"{model_folder}: no manifest in it, so `verify` can't check it; export the model with 'ovspec export'."
+            f"{model_folder} has no manifest, so `verify` can't check it; export the model with 'ovspec export'."
         )
     custom_template = None
     if params.chat_template is not None:

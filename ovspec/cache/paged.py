@@ -69,7 +69,9 @@ class PagedDecoder:
         tensors: BlockTensors | None = None,
     ) -> None:
         if rule.queries > 1 and QUERY_INPUTS[0] not in ir.inputs:
-            raise ValueError("two queries for a token need a model rewritten by allow_several_queries_per_token")
+            raise ValueError(
+                "the model was compiled without inputs for two queries per token; please report this bug in ovspec"
+            )
         self.context_length = ir.context_length
         self.rule = rule
         self._padded_token_counts = [rule.padded_token_count(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
@@ -194,7 +196,7 @@ class PagedDecoder:
             expected_layouts = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected_layouts:
                 self.reset(1)
-                raise ValueError("the cache belongs to another model, or has another type")
+                raise ValueError("the KV cache was saved with another model, or with another `kv_precision`")
             for name, array in arrays.items():
                 own_arrays[name].write_bits(table, array)
         self.rows[0].commit(tokens)

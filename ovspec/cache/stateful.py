@@ -246,19 +246,19 @@ class StatefulDecoder:
             arrays = dict(arrays)
             features = arrays.pop(FEATURES_OUTPUT, self._features[0].values)
             if features.shape != (length, self._feature_width) or features.dtype != np.float32:
-                raise ValueError("the features belong to another model")
+                raise ValueError("the features were saved with another model")
             self._features[0].commit(features)
         state_lengths = {state.name: 1 if state.sequence_axis is None else length for state in self._ir.states}
         state_sizes = {state.name: state.width * state_lengths[state.name] for state in self._ir.states}
         if {name: array.size for name, array in arrays.items()} != state_sizes:
-            raise ValueError("the states belong to another model")
+            raise ValueError("the states were saved with another model")
         for state in self._ir.states:
             array = arrays[state.name]
             axis_sizes = {state.batch_axis: 1}
             if state.sequence_axis is not None:
                 axis_sizes[state.sequence_axis] = length
             if array.dtype.kind != "f" or any(array.shape[axis : axis + 1] != (n,) for axis, n in axis_sizes.items()):
-                raise ValueError("the states have another shape")
+                raise ValueError("the states were saved with another shape")
         self.set_states(arrays)
         self.rows[0].commit(tokens)
         self._slot_tables.extend([length])

@@ -45,7 +45,7 @@ def inspect(
     load_params = make_load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(
-            f"{folder}: no manifest in it, so --verify can't check it; export the model with 'ovspec export'."
+            f"{folder} has no manifest, so --verify can't check it; export the model with 'ovspec export'."
         )
     if report and not report.absolute().parent.is_dir():  # checked before minutes of work
         raise OvspecError(f"{report.parent}: no such folder for --report; create it first.")

@@ -72,7 +72,7 @@ def convert_json_schema(
         schema_options = SchemaOptions(lenient, close_objects, compact)
         compiled_schema = compile_schema(unwrap_response_format(schema), find_schema_problem, schema_options)
     except OvspecError as error:
-        raise OvspecError(f"{label}, at {error}") from None
+        raise OvspecError(f"{label}, at {re.sub('^#:', 'the top:', str(error))}") from None
     grammar = write_grammar_json("json", lark_grammar=compiled_schema.lark)
     if compiled_schema.item_tracks:
         grammar = json.dumps({**json.loads(grammar), UNIQUE_ITEMS_KEY: compiled_schema.item_tracks})
@@ -162,12 +162,12 @@ def convert_inline_schema(text: str, schema_start: int, label: str) -> tuple[str
         schema, schema_end = json.JSONDecoder().raw_decode(text, schema_start)
         compiled_schema = compile_schema(schema, find_schema_problem)
         if compiled_schema.item_tracks:
-            raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
+            raise OvspecError("uniqueItems: this can't be enforced within a grammar; leave it out.")
         return compiled_schema.lark, schema_end
     except (ValueError, RecursionError):
         reason = "the JSON schema isn't valid JSON."
     except OvspecError as error:
-        reason = f"the JSON schema, at {error}"
+        reason = f"the JSON schema, at {re.sub('^#:', 'the top:', str(error))}"
     raise OvspecError(f"{label}, {line_and_column(text, schema_start)}: {reason}")
 
 

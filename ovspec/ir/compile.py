@@ -176,7 +176,7 @@ def check_ir_folder(folder: Path) -> None:
         return
     if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):
         raise OvspecError(f"{folder}: a Hugging Face checkpoint, not an IR; run 'ovspec export {folder} -o DIR' first.")
-    raise OvspecError(f"{folder}: no {MODEL_FILE} in it; give a folder made by 'ovspec export' or optimum-cli.")
+    raise OvspecError(f"{folder} has no {MODEL_FILE}; give a folder made by 'ovspec export' or optimum-cli.")
 
 
 def check_weights_file(xml: Path) -> int:
@@ -304,11 +304,11 @@ def read_model_graph(folder: Path, rewrite: Rewrite | None = None) -> ModelGraph
     input_names = {name for port in model.inputs for name in port.names}
     output_names = {name for port in model.outputs for name in port.names}
     if "logits" not in output_names or "input_ids" not in input_names:
-        raise OvspecError(f"{folder}: not a text generation model (it has no input_ids or no logits).")
+        raise OvspecError(f"{folder}: not a text generation model (it has no input_ids or no logits); choose another.")
     if not states or not {"attention_mask", "beam_idx"} <= input_names:
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
     if unknown_inputs := input_names - KNOWN_INPUTS:
-        raise OvspecError(f"{folder}: the model's input {min(unknown_inputs)} is not supported.")
+        raise OvspecError(f"{folder}: the model's input {min(unknown_inputs)} is not supported; choose another.")
     for parameter in model.get_parameters():
         if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
             model.remove_parameter(parameter)
@@ -351,7 +351,9 @@ def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> Co
             graph.advance.token_axes,
         )
     except RuntimeError as error:
-        raise OvspecError(f"{folder}: {device} cannot compile this model ({last_error_line(error)}).") from None
+        raise OvspecError(
+            f"{folder}: {device} cannot compile this model ({last_error_line(error)}); choose another `device`."
+        ) from None
     inputs = {port.get_any_name(): i for i, port in enumerate(compiled_model.inputs)}
     outputs = {name: i for i, port in enumerate(compiled_model.outputs) for name in port.names}
     return CompiledIR(

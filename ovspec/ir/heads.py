@@ -37,6 +37,7 @@ FUSION_INPUT = "target_hidden_states"  # input of the part moved into the target
 FUSION_OUTPUT = "fused"
 HIDDEN_OUTPUT = "hidden"  # output of the head: its input for tokens without features of the target
 NEXT_LAYER_FOLDER = "next"  # in an MTP layer's folder: the layer for the token after its own
+DRAFT_MODEL_ADVICE = "use a draft model instead"
 IDENTITY_SIZE = 32  # rows of an identity product
 # In the IR's rt_info: the target layers whose inputs are fused; none for a head on the lm_head's input.
 TARGET_LAYERS_INFO = ["ovspec", "target_layers"]
@@ -98,7 +99,9 @@ def find_target_states(model: ov.Model, layers: list[int], target: Path, head: P
     if not layers:
         final_states = find_lm_head_input(model)
         if final_states is None:
-            raise OvspecError(f"{head}: a head can't be used with this target: its lm_head can't be found.")
+            raise OvspecError(
+                f"{head}: a head can't be used with this target: its lm_head can't be found; {DRAFT_MODEL_ADVICE}."
+            )
         return final_states
     layer_inputs = find_target_layer_inputs(model, target, head)
     if max(layers) >= len(layer_inputs):
@@ -135,7 +138,9 @@ def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path)
     try:
         layer_inputs = find_layer_inputs(model, find_state_variables(model))
     except OvspecError as error:
-        raise OvspecError(f"{error_subject}: a head can't be used with this target: {error}.") from None
+        raise OvspecError(
+            f"{error_subject}: a head can't be used with this target: {error}; {DRAFT_MODEL_ADVICE}."
+        ) from None
     layer_count = read_model_config(target).layer_count or len(layer_inputs)
     check_layers_have_states(len(layer_inputs), layer_count, str(error_subject))
     return layer_inputs
@@ -148,7 +153,7 @@ def check_layers_have_states(layers_with_states: int, layer_count: int, error_su
     """
     if layers_with_states != layer_count:
         problem = f"only {layers_with_states} of its {layer_count} layers have their own keys and values"
-        raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}.")
+        raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}; {DRAFT_MODEL_ADVICE}.")
 
 
 def read_target_layers(head: ov.Model) -> list[int]:
@@ -208,7 +213,7 @@ def use_target_lm_head(hidden: ov.Output, target_ids: np.ndarray | None, folder:
         if target_ids is not None:
             keep_logits(logits_operations, target_ids)
     except ValueError as error:
-        raise OvspecError(f"{folder}: a head can't be used with this target: {error}.") from None
+        raise OvspecError(f"{folder}: a head can't be used with this target: {error}; {DRAFT_MODEL_ADVICE}.") from None
     target_width = logits_operations[0].get_input_partial_shape(0)[-1]
     head_width = hidden.get_partial_shape()[-1]
     if target_width != head_width:

@@ -74,5 +74,6 @@ def check_instruction_set() -> None:
         if instruction_set in too_old_sets:
             raise OvspecError(
                 f"This processor has {instruction_set}, but OpenVINO needs {LEAST_INSTRUCTION_SET} for language "
-                f"models; unset {ONEDNN_CAP_VARIABLES[0]} and {OPENVINO_CAP_VARIABLE}, or use another processor."
+                f"models; unset {ONEDNN_CAP_VARIABLES[0]} and {OPENVINO_CAP_VARIABLE} if they are set, or use another "
+                "processor."
             )

@@ -40,7 +40,7 @@ def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> Non
     except (RuntimeError, TypeError) as error:
         raise NotPaged(f"OpenVINO's transformation fails ({last_error_line(error)})") from None
     if any(op.get_type_name() == "ReadValue" for op in model.get_ops()):
-        raise NotPaged("it has states other than keys and values")
+        raise NotPaged("the model has states other than keys and values")
     known_names = {*PAGED_INPUTS, *other_inputs}
     unknown_inputs: list[str] = []
     input_names: set[str] = set()
@@ -94,5 +94,5 @@ def read_attention_windows(model: ov.Model) -> set[int | None]:
         window_model = ov.Model(results, [])  # type: ignore[misc]
         windows = openvino_core().compile_model(window_model, "CPU")([])
     except (RuntimeError, LookupError) as error:
-        raise NotPaged(f"its attention windows cannot be determined ({last_error_line(error)})") from None
+        raise NotPaged(f"the model's attention windows cannot be determined ({last_error_line(error)})") from None
     return {int(window.item()) or None for window in windows.values()}

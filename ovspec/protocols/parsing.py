@@ -24,7 +24,7 @@ from ovspec.protocols.bodies import (
 from ovspec.protocols.chat.bodies import BatchLineBody, ChatBody, ChatRequest, CompletionRequest, StreamOptions
 from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 
-NOT_AN_OBJECT = "The body must be a JSON object."
+NOT_AN_OBJECT = "The request's body must be a JSON object."
 B = TypeVar("B", bound=BaseModel)
 # The requests mentioned in errors about unknown fields of other requests.
 BODIES_WITH_FIELDS: dict[str, type[BaseModel]] = {

@@ -63,16 +63,16 @@ REFUSED_TEXT_FIELDS: dict[str, tuple[JsonValue, ...]] = {
 }
 # The advice for refused fields.
 FIELD_TO_USE_INSTEAD = {
-    "functions": "give them in tools",
+    "functions": "give the functions in tools",
     "function_call": "give tool_choice",
     "n_probs": "give logprobs",
     "repeat_penalty": "give repetition_penalty",
     "typ_p": "give typical_p",
     "guided_choice": "give choice",
-    "guided_grammar": "give grammar, or gbnf",
+    "guided_grammar": "give grammar (Lark) or gbnf",
     "guided_json": "give json_schema",
     "guided_regex": "give regex",
-    "structured_outputs": "give json_schema, regex, choice or grammar",
+    "structured_outputs": "give one of the fields json_schema, regex, choice and grammar",
     "conversation": "send the whole chat in input",
     "previous_response_id": "send the whole chat in input",
     "prompt": "send instructions and input",

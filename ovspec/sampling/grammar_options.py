@@ -96,7 +96,7 @@ def normalize_grammar_option(option_name: str, grammar_source: Any) -> JsonValue
     """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it has another type."""
     if isinstance(grammar_source, Path):
         if grammar_source.is_dir():
-            raise OvspecError(f"{grammar_source}: is a folder; give a file.")
+            raise OvspecError(f"`{option_name}`: {grammar_source} is a folder; give a file.")
         if option_name in ("json_schema", "grammar", "gbnf"):
             return grammar_source
     if option_name == "json_schema":

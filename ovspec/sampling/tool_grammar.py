@@ -109,7 +109,7 @@ def compile_arguments(
     try:
         return compile_schema(schema, find_schema_problem, schema_options, parameter_layout)
     except OvspecError as error:
-        raise OvspecError(f"{label}, at {error}") from None
+        raise OvspecError(f"{label}, at {re.sub('^#:', 'the top:', str(error))}") from None
 
 
 def list_answer_expressions(source: JsonObject, token_names: dict[str, str]) -> list[str]:

@@ -49,9 +49,11 @@ class BoundedRequest(Request):
         if hasattr(self, "_body"):
             return self._body
         if self.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
+            raise ApiError(415, "The request's body must be JSON; send it with 'Content-Type: application/json'.")
         too_large_error = ApiError(
-            413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send less.", close_connection=True
+            413,
+            f"The request's body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send less.",
+            close_connection=True,
         )
         if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:
             raise too_large_error
@@ -64,7 +66,7 @@ class BoundedRequest(Request):
                         raise too_large_error
         except TimeoutError:
             raise ApiError(
-                408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", close_connection=True
+                408, f"The request's body did not arrive within {BODY_SECONDS:g} seconds.", close_connection=True
             ) from None
         except ClientDisconnect:
             raise ApiError(499, "The client has closed the connection.") from None
@@ -103,7 +105,7 @@ def parse_body(raw_body: bytes, body_type: type[B], report_ignored: Callable[[li
     invalid.
     """
     if raw_body.count(b",") > MAX_COMMAS:
-        raise ApiError(413, f"The body has more than {MAX_COMMAS} commas; send fewer values.")
+        raise ApiError(413, f"The request's body has more than {MAX_COMMAS} commas; send fewer values.")
     try:
         json_value = parse_json_bytes(raw_body.removeprefix(BOM_UTF8))
         if report_ignored:
@@ -111,6 +113,6 @@ def parse_body(raw_body: bytes, body_type: type[B], report_ignored: Callable[[li
             report_ignored(ignored_names)
         return validate_body(json_value, body_type)
     except ValueError as error:
-        raise ApiError(400, f"The body is not JSON: {error}.") from None
+        raise ApiError(400, f"The request's body is not JSON: {error}.") from None
     except RequestError as error:
         raise ApiError(400, str(error), error.param) from None

@@ -123,7 +123,8 @@ def serve(
     arithmetic_note = lm.target.arithmetic_note
     if options.deterministic and arithmetic_note != "exact":
         raise OvspecError(
-            f"`deterministic` needs exact arithmetic, but on this machine it is {arithmetic_note}; leave it out."
+            "`deterministic` needs exact arithmetic, but with this model and machine, arithmetic is "
+            f"{arithmetic_note}; leave `deterministic` out."
         )
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     cache_bytes = None if options.cache_size is None else 1e9 * options.cache_size

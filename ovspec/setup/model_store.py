@@ -117,7 +117,9 @@ def read_stored_model(folder: Path) -> StoredModel:
     record = read_dataclass(ModelRecord, folder / RECORD_FILE)
     manifest = read_manifest(folder / IR_FOLDER)
     if not manifest:
-        raise OvspecError(f"{folder}: its export is missing; remove the model.")
+        raise OvspecError(
+            f"{folder}: its export is missing; run 'ovspec models rm {folder.name}', and load the model again."
+        )
     return StoredModel(folder, record, manifest)
 
 
@@ -256,7 +258,7 @@ def remove_model(folder: Path) -> None:
     try:
         folder.rename(doomed_folder)
     except PermissionError:  # Windows' error for open files
-        raise OvspecError(f"{folder.name}: its files are open in another program; stop it first.") from None
+        raise OvspecError(f"{folder.name}: its files are open in another program; stop this program first.") from None
     try:
         check_unused(doomed_folder, folder.name)  # by a process that has just started
     except OvspecError:

@@ -134,9 +134,9 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     stateful_options = DeviceOptions(properties=properties)
     ir = compile_ir(folder, stateful_options)
     if not ir.kv_states:
-        return PagedCheck(False, "it has no keys and values")
+        return PagedCheck(False, "the model has no keys and values")
     if ir.config.rope_switch_length:
-        return PagedCheck(False, "its rotary frequencies change with the length of the text")
+        return PagedCheck(False, "the model's rotary frequencies change with the length of the text")
     attention_window = find_narrowest_window(ir)
     # Random ids, longer than the window unless the window exceeds LONGEST_TESTED_WINDOW.
     text_length = 45 + attention_window * (attention_window <= LONGEST_TESTED_WINDOW)
@@ -165,17 +165,17 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
         paged_window = min((window_size for window_size in paged_windows if window_size is not None), default=UNBOUNDED)
         if paged_window != attention_window:
             return PagedCheck(
-                False, f"its attention window is {attention_window} in the model and {paged_window} when paged"
+                False, f"the attention window is {attention_window} in the model, but {paged_window} when paged"
             )
         paged_logits = compute_paged_logits(paged_decoder, text_ids, other_ids)
     except NotPaged as error:
         return PagedCheck(False, str(error))
     except OvspecError as error:
-        return PagedCheck(False, f"OpenVINO cannot run it paged ({last_error_line(error)})")
+        return PagedCheck(False, f"OpenVINO cannot run the model paged ({last_error_line(error)})")
     tolerance = MAX_GPU_NOISE * stateful_logits.std() if on_gpu else 10 * rounding_error + 1e-4 * stateful_logits.std()
     if all(np.abs(logits - stateful_logits[-len(logits) :]).max() <= tolerance for logits in paged_logits):
-        return PagedCheck(True, "it agrees with the stateful decoder")
-    return PagedCheck(False, "its logits differ when paged")
+        return PagedCheck(True, "its logits agree with the stateful engine's")
+    return PagedCheck(False, "its logits differ from the stateful engine's")
 
 
 def compute_paged_logits(decoder: Decoder, text_ids: np.ndarray, other_ids: np.ndarray) -> list[np.ndarray]:

@@ -35,7 +35,9 @@ def openvino_core_with_strings() -> ov.Core:
 
 def compile_tokenizer(path: Path) -> ov.CompiledModel:
     if not path.is_file():
-        raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
+        raise OvspecError(
+            f"{path.parent} has no {path.name}; install the package openvino-tokenizers, and export the model again."
+        )
     check_weights_file(path)
     try:
         return openvino_core_with_strings().compile_model(path, "CPU")

@@ -186,4 +186,4 @@ def test_one_turn_that_differs_is_shown(load: Callable[..., ovspec.LanguageModel
     assert found.equality_sentence.startswith("the texts differ after 3 tokens: plain decoding continues with ")
     assert found.last_pair == pairs[1]
     equal = compare_turns(lm, PROMPTS[0], (result, result), [(result, result)])
-    assert (equal.divergence, equal.equality_sentence) == (None, "both texts have the same 8 tokens")
+    assert (equal.divergence, equal.equality_sentence) == (None, "both texts are identical: 8 tokens")

@@ -75,8 +75,8 @@ def test_files_that_are_cut_off(small: Path, name: str, message: str) -> None:
     ("name", "message"),
     [
         ("openvino_model.bin", "openvino_model.bin: missing"),
-        ("openvino_model.xml", "no openvino_model.xml in it"),
-        ("openvino_tokenizer.xml", "no openvino_tokenizer.xml in it"),
+        ("openvino_model.xml", "has no openvino_model.xml"),
+        ("openvino_tokenizer.xml", "has no openvino_tokenizer.xml"),
     ],
 )
 def test_files_that_are_missing(small: Path, name: str, message: str) -> None:

@@ -260,7 +260,7 @@ def test_compare_tells_both_texts_apart_on_a_pipe(ovspec, pair: Path, reference:
     assert re.fullmatch(r"plain        [\d.]+ tokens/s", lines[0])
     accepted = r"accepted \d+ of \d+ proposed \(\d+ %\), [\d.]+ tokens per round"
     assert re.fullmatch(rf"speculative  [\d.]+ tokens/s; {accepted}", lines[1])
-    assert lines[2] == "both texts have the same 40 tokens"
+    assert lines[2] == "both texts are identical: 40 tokens"
     assert re.match(r"(speed-up|no clear speed-up:|no speed-up:) ", lines[3])
     assert re.search(r"[\d.]+ to [\d.]+, \d+ turns", lines[3])
 

@@ -86,7 +86,7 @@ def test_ctrl_c_shows_what_was_measured(
         )
     shown = capsys.readouterr()
     assert shown.out.count("==>") == 2, "both texts were shown before"
-    assert ("both texts have the same 40 tokens" in shown.err) is (turns > 0)
+    assert ("both texts are identical: 40 tokens" in shown.err) is (turns > 0)
     assert ("2 turns" in shown.err) is (turns > 0)
 
 

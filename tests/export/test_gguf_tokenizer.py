@@ -358,7 +358,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
         ("tokens", ["a", "b", "a"], "'a' is a duplicate"),
         ("tokens", ["a", "b" * 5000], "has 5000 characters"),
         ("tokens", [""] * (2**20 + 1), "length <= 1048576"),
-        ("token_type", [1, 1], "261 tokens have 2 types"),
+        ("token_type", [1, 1], "only 2 of 261 tokens have a type"),
         ("token_type", ["control"], "Expected int, got str"),
         ("merges", ["a b", "ab"], "merge 'ab' doesn't fit"),
         ("merges", ["a b", "a zz"], "merge 'a zz' doesn't fit"),
@@ -383,7 +383,7 @@ def test_damage_is_told_in_a_sentence(key: str, value: Any, problem: str) -> Non
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        ({"tokenizer.ggml.scores": [1.0]}, "264 tokens have 1 scores"),
+        ({"tokenizer.ggml.scores": [1.0]}, "only 1 of 264 tokens have a score"),
         ({"tokenizer.ggml.scores": [float("nan")] * 264}, "a score is not a number"),
         ({"tokenizer.chat_template": 3}, "'default' is not text"),
         ({"tokenizer.chat_template.../../x": "{{ messages }}"}, "an invalid name"),

@@ -591,12 +591,17 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {},
         r"layers 0, 1, 2, but the target has layers 0 to 1",
     ),
-    ("too high", {}, {"d2t": FROM_THE_END, "t2d": None}, "its d2t has token id 4096, but there are 4096 tokens"),
-    ("too low", {}, {"d2t": BEFORE_THE_START, "t2d": None}, "its d2t has token id -3, but there are 4096 tokens"),
-    ("twice", {}, {"d2t": -torch.arange(256), "t2d": None}, "its d2t has a duplicate token"),
-    ("other t2d", {}, {"d2t": OFFSETS}, "its t2d and its d2t contain different tokens"),
-    ("no d2t", {}, {"d2t": None}, "it proposes 256 of 4096 tokens, but has no d2t"),
-    ("short d2t", {}, {"d2t": OFFSETS[:-1].clone()}, "its d2t has 255 entries for 256 tokens"),
+    ("too high", {}, {"d2t": FROM_THE_END, "t2d": None}, "its tensor d2t has token id 4096, but there are 4096 tokens"),
+    (
+        "too low",
+        {},
+        {"d2t": BEFORE_THE_START, "t2d": None},
+        "its tensor d2t has token id -3, but there are 4096 tokens",
+    ),
+    ("twice", {}, {"d2t": -torch.arange(256), "t2d": None}, "its tensor d2t has a duplicate token"),
+    ("other t2d", {}, {"d2t": OFFSETS}, "its tensors t2d and d2t contain different tokens"),
+    ("no d2t", {}, {"d2t": None}, "it proposes 256 of 4096 tokens, but has no tensor d2t"),
+    ("short d2t", {}, {"d2t": OFFSETS[:-1].clone()}, "its tensor d2t has 255 entries for 256 tokens"),
     ("deep", {}, {"config": {"num_hidden_layers": 2}}, "the head has several layers; only a single layer is supported"),
     ("deeper", {}, {"layers__1__mlp__up_proj__weight": IDS}, "the head has several layers"),
     ("window", {}, {"config": {"use_sliding_window": True}}, "attention has a sliding window"),
@@ -674,7 +679,7 @@ def test_heads_that_cannot_be_read_are_named(tmp_path: Path, one_head: Path) -> 
     other = copied("other", pickled=True, shards=2)
     next(iter(other.glob("*2-of-*.bin"))).unlink()
     for head, message in [
-        (empty, "no model.safetensors and no pytorch_model.bin in it"),
+        (empty, "has no model.safetensors and no pytorch_model.bin"),
         (cut, r"pytorch_model.bin: cannot be read \(not written by torch.save, or truncated\)"),
         (code, r"pytorch_model.bin: cannot be read \(it contains pathlib.*\); save its tensors as model.safetensors"),
         (missing, "model-00002-of-00002.safetensors is missing"),

@@ -75,7 +75,7 @@ def test_a_comparison_is_streamed(server: Running, sampling: dict[str, float]) -
     assert [token["id"] for token in plain] == [token["id"] for token in speculative]
     *turns, last = [chunk["comparison"] for chunk in chunks if "comparison" in chunk]
     assert [turn["turns"] for turn in turns] == [*range(1, last["turns"] + 1)] and last["turns"] >= 4
-    assert last["equal"] and last["equality_sentence"] == f"both texts have the same {len(plain)} tokens"
+    assert last["equal"] and last["equality_sentence"] == f"both texts are identical: {len(plain)} tokens"
     assert "speed-up" in last["speedup_sentence"]
     assert last["plain_per_second"] > 0 and last["speculative_per_second"] > 0
 

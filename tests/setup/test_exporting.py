@@ -124,7 +124,7 @@ REFUSED = [
     (("org/model", "head"), "org/model: no head is known for it; give a folder as `draft`"),
     (("org/model:Q4_K_M", True), "org/model:Q4_K_M: no draft is known for it"),
     ((str(DRAFT), "nowhere"), "nowhere: no such folder or file"),
-    ((str(Path(__file__).parent), None), "no openvino_model.xml in it; give a folder made by"),
+    ((str(Path(__file__).parent), None), "has no openvino_model.xml; give a folder made by"),
     ((__file__, None), "is a file; give a folder"),
 ]
 

@@ -20,7 +20,7 @@ from ovspec.setup import engine_choice, paging
 from ovspec.setup.paging import PagedCheck
 from ovspec.text import tokenizer
 
-AGREES = PagedCheck(True, "it agrees with the stateful decoder")
+AGREES = PagedCheck(True, "its logits agree with the stateful engine's")
 COMPILING: list[tuple[ModuleType, str]] = [
     (engine_choice, "compile_ir"),
     (engine_choice, "compile_paged"),

@@ -90,7 +90,7 @@ LARK: list[tuple[str, str]] = [
     ("start: %json {", "the JSON schema isn't valid JSON"),
     ('start: %json {"type": "object",}', "the JSON schema isn't valid JSON"),
     ('start: %json {"type": "nothing"}', "#/type: 'nothing' isn't a type"),
-    ('start: %json {"uniqueItems": true}', "uniqueItems can't be enforced within a grammar"),
+    ('start: %json {"uniqueItems": true}', "uniqueItems: this can't be enforced within a grammar"),
     ('start: %json {"properties": {"x": {"pattern": "("}}}', "unclosed group"),
     ("start: %json false", "allows no text"),
     ("start: %json " + deep('{"items":', "true", "}", 300), "nested deeper"),

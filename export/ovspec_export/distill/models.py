@@ -95,7 +95,9 @@ def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
         if kind == "head":
             find_target_layer_inputs(model, folder, Path(name))
         if kind in ("head", "mtp") and find_lm_head(model) is None:
-            raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
+            raise OvspecError(
+                f"{name}: a head can't be used with this target: its lm_head can't be found; use a draft model instead."
+            )
 
     read_model_graph(folder, check_graph)
 

@@ -180,7 +180,7 @@ def check_torch_device(device_name: str) -> None:
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if process.returncode:
         reason = describe_failure(process.stderr, process.returncode)
-        raise OvspecError(f"`torch_device={device_name!r}`: torch can't use it ({reason}).")
+        raise OvspecError(f"`torch_device={device_name!r}`: torch can't use this device ({reason}); choose another.")
 
 
 # ---------------------------------------------------------------- memory and disk space

@@ -107,7 +107,7 @@ def compile_schema(
             return CompiledSchema(lark, checker.warning())
         return CompiledSchema(lark, checker.warning(), make_item_tracks(rules.graph))
     except CircularSchemaError as error:
-        raise OvspecError(f"{error}: the schema is infinitely recursive; add a way to end.") from None
+        raise OvspecError(f"{error}: the schema is infinitely recursive; add a non-recursive alternative.") from None
     except RecursionError:
         raise OvspecError("#: the schema is nested too deeply; split it into named parts.") from None
 

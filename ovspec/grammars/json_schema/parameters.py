@@ -56,28 +56,28 @@ def write_parameters_as_lark(
             objects = close_object(objects)
         object_rules.append(write_parameters(rules, objects, layout, text_names))
     if not object_rules:
-        raise OvspecError("#: no object satisfies this schema.")
+        raise OvspecError("#: no object satisfies this schema; remove the contradiction in it.")
     rules.write_node_rules(close_objects)
     if rules.allows_repeats and not rules.graph.lenient:
-        raise OvspecError("#: uniqueItems can't be enforced in this tool format; leave it out.")
+        raise OvspecError("uniqueItems: this can't be enforced in the model's tool format; leave it out.")
     return "\n".join([f"start: {' | '.join(object_rules)}", *rules.lines]), sorted(text_names)
 
 
 def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpressions, text_names: set[str]) -> str:
     """Write the rule of an object's properties; add the names of text properties to ``text_names``."""
     if not objects.properties and (objects.patterns or not rules.graph.fits_no_value(objects.unlisted_node)):
-        rules.refuse_part("#", "properties that aren't listed can't be written in this tool format")
+        rules.refuse_part("#", "properties that aren't listed can't be written in the model's tool format")
     property_rules: list[tuple[str, bool]] = []
     for property_name, node in objects.properties:
         if rules.graph.fits_no_value(node):
             continue
         if layout.name_end and (property_name + layout.name_end).find(layout.name_end) < len(property_name):
-            raise OvspecError(f"#: this tool format can't have a parameter named {property_name!r:.80}; rename it.")
+            raise OvspecError(f"#: {property_name!r:.80} can't be a name in the model's tool format; rename it.")
         value_expression = write_text_values(rules, node, layout)
         if value_expression:
             text_names.add(property_name)
         elif property_name in text_names:
-            raise OvspecError(f"#: in this tool format {property_name} must be always a string or never a string.")
+            raise OvspecError(f"#: {property_name} can be a string or another type; allow only one of both.")
         else:
             value_ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
             value_expression = f"{rules.node_rule_name(node)} {value_ending}"

@@ -504,7 +504,7 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
     """Return the shape of the values with none of these types."""
     by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
-        reason = "integers and other numbers can't be distinguished"
+        reason = "excluding integers but no other numbers can't be enforced"
         (number_alternative,) = graph.unenforceable_shape(pointer, reason, "number").by_type["number"]
         if isinstance(number_alternative, UnenforceableValues):
             number_alternative = replace(number_alternative, non_integers=True)

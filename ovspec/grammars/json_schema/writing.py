@@ -147,7 +147,7 @@ class RuleWriter:
 
 
 def make_refusal(pointer: str, reason: str) -> OvspecError:
-    return OvspecError(f"{pointer}: {reason}; rewrite it, or set `json_schema_mode='checked'`.")
+    return OvspecError(f"{pointer}: {reason}; rewrite this part, or set `json_schema_mode='checked'`.")
 
 
 def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
@@ -161,7 +161,7 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
     """
     root_node = rules.graph.root_node
     if rules.graph.fits_no_value(root_node):
-        raise OvspecError("#: no JSON text satisfies this schema.")
+        raise OvspecError("#: no JSON text satisfies this schema; remove the contradiction in it.")
     header_lines: list[str] = []
     if rules.style.white_space:
         header_lines = ['%llguidance {"ignore_once": true}', f"%ignore /{escape_slashes(rules.style.white_space)}/"]

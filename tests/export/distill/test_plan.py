@@ -173,7 +173,7 @@ def test_the_memory_of_larger_models(distil: Distilling, monkeypatch: pytest.Mon
 
 
 def test_torch_devices(distil: Distilling) -> None:
-    refused(distil, r"`torch_device='nonsense'`: torch can't use it", torch_device="nonsense")
+    refused(distil, r"`torch_device='nonsense'`: torch can't use this device", torch_device="nonsense")
 
 
 def test_layers_that_a_head_reads(distil: Distilling) -> None:
