@@ -113,7 +113,7 @@ const actions = {
     try {
       let exact = 0;
       for (const part of parts) {
-        if (!part.record) throw new Error("A stopped answer has no record to verify; continue it or generate it again.");
+        if (!part.record) throw new Error(parts.length > 1 ? "An answer that was stopped and continued can't be verified; regenerate it." : "A stopped answer can't be verified; regenerate it.");
         const choice = { message: { content: part.content }, record: part.record };
         const verdict = await getJson("verify", { body: { choice } });
         if (!verdict.ok) return { ok: false, sentence: describeWrong(verdict, part) };

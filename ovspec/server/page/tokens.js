@@ -130,7 +130,8 @@ function listAlternatives(place) {
 
 /** Return the probability of each token of a part and of its alternatives, by one pass of the model over the text. */
 async function computeProbabilities(part) {
-  if (!part.record) throw new Error("A stopped answer has no probabilities; continue it or generate it again.");
+  if (!part.finish) throw new Error("Its probability can be computed once the answer is whole.");
+  if (!part.record) throw new Error("This part of the answer was interrupted, so its probabilities aren't known; regenerate the answer.");
   const promptIds = part.record.prompt_token_ids;
   const ids = [...promptIds, ...part.record.healed_token_ids, ...part.tokens.map((token) => token.id)];
   const reply = await getJson("v1/completions", { body: { prompt: ids, echo: true, logprobs: ALTERNATIVES, max_tokens: 0 } });

@@ -68,7 +68,7 @@ def test_the_answer_is_the_servers(tab: Tab) -> None:
 
 
 def test_stop_and_continue(tab: Tab) -> None:
-    """A stopped answer goes on from its last character, and so does one that was cut off."""
+    """A stopped answer goes on from its last character, and so does one that was cut off; neither can be verified."""
     tab.set(max_tokens="1500", ignore_eos=True)
     tab.ask(QUESTION)
     expect(tab.last.locator(".markdown").last).not_to_be_empty()
@@ -76,6 +76,8 @@ def test_stop_and_continue(tab: Tab) -> None:
     tab.wait()
     stopped = text_of(tab)
     assert "Stopped" in tab.last.inner_text() and len(stopped) > 0
+    tab.press("Verify")
+    expect(tab.last.locator(".verdict.bad")).to_have_text("A stopped answer can't be verified; regenerate it.")
     tab.set(max_tokens="10")
     tab.press("Continue")
     expect(tab.last.locator(".note")).to_contain_text("Cut off")
@@ -85,6 +87,12 @@ def test_stop_and_continue(tab: Tab) -> None:
     assert longer == stopped + tab.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
     tab.press("Inside")
     assert len(tab.last.locator(".tokens").inner_text()) >= len(longer) - 5
+    tab.last.locator(".tokens .token").first.hover()
+    expect(tab.page.locator("#token-details")).to_contain_text("interrupted, so its probabilities aren't known")
+    tab.press("Verify")
+    expect(tab.last.locator(".verdict.bad")).to_have_text(
+        "An answer that was stopped and continued can't be verified; regenerate it."
+    )
 
 
 def test_branches(tab: Tab) -> None:
