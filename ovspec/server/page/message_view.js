@@ -115,6 +115,7 @@ export class MessageView {
     this.growing = { thinking: new GrowingMarkdown(thinking), thinkingBox, content: new GrowingMarkdown(content), isJson, before: isJson ? "```json\n" : "" };
     this.body.replaceChildren(thinkingBox, content, element("span", { class: "cursor", "aria-hidden": "true" }));
     this.node.setAttribute("aria-busy", "true");
+    this.node.querySelector(".verdict")?.remove();
     this.toolbar.replaceChildren(button("Stop", () => this.actions.stop(), { "aria-keyshortcuts": "Escape" }));
     this.showBranches();
     this.facts.textContent = "waiting for the first token …";
@@ -250,6 +251,7 @@ export class MessageView {
       showNumbers();
     };
     view.update();
+    this.inside?.node.remove(); // of the answer before it was continued
     this.inside = { node, view, showNumbers: showNumbersSometimes };
     showNumbersSometimes();
     this.body.after(node);

@@ -93,6 +93,13 @@ def test_stop_and_continue(tab: Tab) -> None:
     expect(tab.last.locator(".verdict.bad")).to_have_text(
         "An answer that was stopped and continued can't be verified; regenerate it."
     )
+    tokens = tab.last.locator(".tokens .token").count()
+    tab.press("Continue")
+    tab.wait()
+    expect(tab.last.locator(".verdict")).to_have_count(0)
+    expect(tab.last.locator(".inside")).to_have_count(1)
+    assert tab.last.locator(".tokens .token").count() > tokens
+    assert sum(map(int, re.findall(r" (\d+)$", tab.last.locator(".legend").inner_text(), re.M))) > tokens
 
 
 def test_branches(tab: Tab) -> None:
