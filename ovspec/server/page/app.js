@@ -39,6 +39,12 @@ const actions = {
   },
   isAnswered: (call) => state.tree.path(state.chat.leaf).some((message) => message.callId === call.id),
   canContinue: (message) => !state.running && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
+  /** Whether a question, or the last result of a tool, has no answer. */
+  canTryAgain(message) {
+    if (state.running || message.id !== state.chat.leaf || message.role === "assistant") return false;
+    const calls = state.tree.path(message.id).flatMap((earlier) => earlier.calls ?? []);
+    return message.role === "user" || calls.every(actions.isAnswered);
+  },
   stop: () => state.running?.controller.abort(),
 
   showBranch(message, step) {
@@ -51,6 +57,10 @@ const actions = {
 
   regenerate(message) {
     if (!isBusy()) answer(message.parent);
+  },
+
+  tryAgain(message) {
+    if (!isBusy()) answer(message.id);
   },
 
   edit(message, text) {
@@ -337,6 +347,7 @@ const sidebar = new Sidebar({
   current: () => state.chat.id,
 });
 const settingsForm = new SettingsForm(byId("settings"), (settings) => {
+  byId("composer-error").textContent = "";
   localStorage.setItem(LAST_SETTINGS, JSON.stringify(settings));
   if (sidebar.chats.has(state.chat.id)) saveChat(state.chat).catch(reportStorage);
 });

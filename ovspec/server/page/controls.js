@@ -118,7 +118,7 @@ export function bindKeys({ submit, stop, startChat, transcript, panels, isRunnin
       fitInput(input);
     }
     if (event.key === "ArrowUp" && !input.value) {
-      const edit = [...document.querySelectorAll(".message.user")].at(-1)?.querySelectorAll(".actions button")[1];
+      const edit = [...document.querySelectorAll(".message.user")].at(-1)?.querySelector(".actions .edit");
       if (edit) (event.preventDefault(), edit.click());
     }
   });

@@ -185,7 +185,8 @@ export class MessageView {
       if (actions.canContinue(message)) buttons.push(button("Continue", () => actions.continueAnswer(message)));
       buttons.push(button("Regenerate", () => actions.regenerate(message)));
     }
-    if (message.role !== "tool") buttons.push(button("Edit", () => this.edit()));
+    if (actions.canTryAgain(message)) buttons.push(button("Try again", () => actions.tryAgain(message)));
+    if (message.role !== "tool") buttons.push(button("Edit", () => this.edit(), { class: "edit" }));
     buttons.push(button("Delete", () => actions.remove(message)));
     this.toolbar.replaceChildren(...buttons);
   }

@@ -28,7 +28,7 @@ export class Transcript {
       if (!view || view.message !== message) {
         view = new MessageView(message, this.actions);
         this.observer.observe(view.node);
-      }
+      } else if (view.isRich && !view.growing) view.showActions(); // what can be done depends on what comes after it
       views.set(message.id, view);
     }
     for (const [id, view] of this.views) if (views.get(id) !== view) this.observer.unobserve(view.node);

@@ -218,6 +218,13 @@ def test_schemas_and_grammars(tab: Tab) -> None:
     tab.ask("again")
     expect(tab.page.locator("#setting-temperature-error")).to_contain_text("temperature")
     expect(tab.page.locator(".message")).to_have_count(5)  # the question stays, to be sent again
+    expect(tab.page.locator("#composer-error")).to_contain_text("temperature")
+    tab.set(temperature="0")
+    expect(tab.page.locator("#composer-error")).to_have_text("")
+    tab.page.locator(".message.user").last.get_by_role("button", name="Try again").click()
+    expect(tab.page.locator(".message")).to_have_count(6)
+    tab.wait()
+    expect(tab.page.get_by_role("button", name="Try again")).to_have_count(0)
 
 
 def test_a_call_of_a_tool(real_server: Running, open_tab: OpenTab) -> None:
