@@ -10,7 +10,7 @@ const NAMES = ["Plain", "Speculative"];
 class Column {
   constructor(name) {
     this.part = newPart();
-    this.view = new TokenView(() => [this.part]);
+    this.view = new TokenView(() => [this.part], { hasDetails: false });
     this.clock = element("span", { class: "clock", text: "waits" });
     this.start = 0;
     this.node = element("section", { class: "compared", "aria-label": name }, element("h3", {}, `${name} `, this.clock), this.view.node);
