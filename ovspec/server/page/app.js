@@ -18,6 +18,7 @@ const INSIDE = "ovspec-inside";
 const state = {
   /** @type {import("./chats.js").Chat} */ chat: newChat(readLastSettings()),
   tree: new Tree(),
+  contextTokens: Infinity, // of the model
   running: null, // the answer that is generated: {controller, message}
 };
 
@@ -38,7 +39,8 @@ const actions = {
     return { index: siblings.indexOf(message), count: siblings.length };
   },
   isAnswered: (call) => state.tree.path(state.chat.leaf).some((message) => message.callId === call.id),
-  canContinue: (message) => !state.running && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
+  fillsContext: ({ finish, stats }) => finish === "length" && stats?.promptTokens + stats?.tokens >= state.contextTokens - 1,
+  canContinue: (message) => !state.running && !actions.fillsContext(message) && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
   /** Whether a question, or the last result of a tool, has no answer. */
   canTryAgain(message) {
     if (state.running || message.id !== state.chat.leaf || message.role === "assistant") return false;
@@ -389,6 +391,7 @@ async function greet() {
     }
     settingsForm.offerDrafters(ready.drafters);
     const models = await getJson("v1/models");
+    state.contextTokens = models.data[0].max_model_len ?? Infinity;
     byId("model").textContent = models.data[0].id;
     document.title = `${models.data[0].id} – ovspec`;
   } catch (error) {

@@ -12,6 +12,7 @@ const FINISHES = {
   length: "Cut off at the maximum number of tokens; it can be continued.",
   stopped: "Stopped; it can be continued.",
 };
+const FULL = "Cut off at the end of the model's context.";
 const MAX_JSON = 100_000; // characters that are shown with line breaks
 
 /** Return JSON with line breaks, or the text as it is. */
@@ -36,10 +37,11 @@ export class MessageView {
     this.inside = null;
     this.facts = element("p", { class: "facts" });
     this.body = element("div", { class: "body" });
+    this.ending = element("div", { class: "ending" });
     this.toolbar = element("div", { class: "actions" });
     this.branches = element("div", { class: "branches" });
     const head = element("div", { class: "head" }, element("h2", { text: WHO[message.role] }), this.branches);
-    this.node = element("article", { class: `message ${message.role}`, "aria-label": WHO[message.role], "data-id": message.id, tabindex: "-1" }, head, this.body, this.facts, this.toolbar);
+    this.node = element("article", { class: `message ${message.role}`, "aria-label": WHO[message.role], "data-id": message.id, tabindex: "-1" }, head, this.body, this.ending, this.facts, this.toolbar);
     this.showPlain();
   }
 
@@ -70,7 +72,8 @@ export class MessageView {
     const isJson = message.isJson || looksLikeJson(message.content);
     if (isJson && message.content) content.append(new CodeBlock("json").append(prettyJson(message.content)).finish().node);
     else showMarkdown(content, message.content);
-    this.body.replaceChildren(...this.makeThinking(), content, ...this.makeCalls(), ...this.makeEnding());
+    this.body.replaceChildren(...this.makeThinking(), content, ...this.makeCalls());
+    this.showEnding();
   }
 
   makeThinking() {
@@ -80,13 +83,15 @@ export class MessageView {
     return [element("details", { class: "thinking" }, element("summary", { text: "Thinking" }), text)];
   }
 
-  makeEnding() {
+  /** Say why the answer ended, below its text and below its tokens. */
+  showEnding() {
     const { finish, error, schemaErrors } = this.message;
     const sentences = [];
-    if (FINISHES[finish]) sentences.push(element("p", { class: "note", text: FINISHES[finish] }));
+    const ending = this.actions.fillsContext(this.message) ? FULL : FINISHES[finish];
+    if (ending) sentences.push(element("p", { class: "note", text: ending }));
     if (error) sentences.push(element("p", { class: "error", role: "alert", text: error }));
     for (const sentence of schemaErrors ?? []) sentences.push(element("p", { class: "error", text: `Schema: ${sentence}` }));
-    return sentences;
+    this.ending.replaceChildren(...sentences);
   }
 
   makeCalls() {
@@ -116,6 +121,7 @@ export class MessageView {
     this.body.replaceChildren(thinkingBox, content, element("span", { class: "cursor", "aria-hidden": "true" }));
     this.node.setAttribute("aria-busy", "true");
     this.node.querySelector(".verdict")?.remove();
+    this.ending.replaceChildren();
     this.toolbar.replaceChildren(button("Stop", () => this.actions.stop(), { "aria-keyshortcuts": "Escape" }));
     this.showBranches();
     this.facts.textContent = "waiting for the first token …";
@@ -149,7 +155,8 @@ export class MessageView {
     } else {
       content.finish();
       this.showFacts(this.message.stats);
-      this.body.replaceChildren(...this.makeThinking(), content.root, ...this.makeCalls(), ...this.makeEnding());
+      this.body.replaceChildren(...this.makeThinking(), content.root, ...this.makeCalls());
+      this.showEnding();
     }
     const thinking = this.body.querySelector(".thinking");
     if (thinking) thinking.open = thinkingWasOpen;

@@ -98,6 +98,7 @@ def test_stop_and_continue(tab: Tab) -> None:
     tab.wait()
     expect(tab.last.locator(".verdict")).to_have_count(0)
     expect(tab.last.locator(".inside")).to_have_count(1)
+    expect(tab.last.locator(".ending")).to_contain_text("Cut off at the maximum number")
     assert tab.last.locator(".tokens .token").count() > tokens
     assert sum(map(int, re.findall(r" (\d+)$", tab.last.locator(".legend").inner_text(), re.M))) > tokens
 
