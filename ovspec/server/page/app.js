@@ -12,23 +12,14 @@ import { Sidebar } from "./sidebar.js";
 import { deleteMessages, loadChats, loadDetails, loadMessages, saveChat, saveDetails, saveMessages } from "./store.js";
 import { Transcript } from "./transcript.js";
 
-const LAST_SETTINGS = "ovspec-settings";
 const INSIDE = "ovspec-inside";
 
 const state = {
-  /** @type {import("./chats.js").Chat} */ chat: newChat(readLastSettings()),
+  /** @type {import("./chats.js").Chat} */ chat: newChat({}),
   tree: new Tree(),
   contextTokens: Infinity, // of the model
   running: null, // the answer that is generated: {controller, message}
 };
-
-function readLastSettings() {
-  try {
-    return JSON.parse(localStorage.getItem(LAST_SETTINGS) ?? "{}");
-  } catch {
-    return {};
-  }
-}
 
 const actions = {
   showsInside: () => localStorage.getItem(INSIDE) === "true",
@@ -324,7 +315,7 @@ async function openChat(id) {
 function startChat() {
   if (state.running) actions.stop();
   wantedChat = null;
-  state.chat = newChat(readLastSettings());
+  state.chat = newChat({}); // with the server's defaults
   state.tree = new Tree();
   showChat();
   byId("input").focus();
@@ -348,9 +339,8 @@ const sidebar = new Sidebar({
   removed: (id) => id === state.chat.id && startChat(),
   current: () => state.chat.id,
 });
-const settingsForm = new SettingsForm(byId("settings"), (settings) => {
+const settingsForm = new SettingsForm(byId("settings"), () => {
   byId("composer-error").textContent = "";
-  localStorage.setItem(LAST_SETTINGS, JSON.stringify(settings));
   if (sidebar.chats.has(state.chat.id)) saveChat(state.chat).catch(reportStorage);
 });
 const serverState = new ServerState(byId("server-state"));

@@ -191,6 +191,30 @@ def test_options_reach_the_model(tab: Tab) -> None:
     expect(tab.page.locator("#setting-top_p-hint")).to_contain_text("add up to this probability")
 
 
+def test_a_new_chat_has_the_servers_defaults(server: Running, open_tab: OpenTab) -> None:
+    """Settings belong to their chat; how many differ is shown, and all can be reset."""
+    tab = open_tab(server.url)
+    settings = tab.page.locator("#show-settings")
+    expect(settings).to_have_text("Settings")
+    tab.set(temperature="0", max_tokens="5", system="Be brief.")
+    expect(settings).to_have_text("Settings (3)")
+    expect(settings).to_have_accessible_name("Settings (3): 3 settings differ from the server's defaults")
+    tab.answer(QUESTION)
+    tab.page.click("#new-chat")
+    expect(settings).to_have_text("Settings")
+    for name in ("temperature", "max_tokens", "system"):
+        expect(tab.page.locator(f"#setting-{name}")).to_have_value("")
+    tab.page.locator("#chats .chat").first.click()
+    expect(tab.page.locator("#setting-system")).to_have_value("Be brief.")
+    tab.page.get_by_role("button", name="Reset").click()
+    expect(tab.page.locator("#setting-system")).to_have_value("")
+    expect(settings).to_have_text("Settings")
+    tab.page.reload()
+    tab.page.locator("#chats .chat").first.click()
+    expect(tab.page.locator(".message")).to_have_count(2)
+    expect(settings).to_have_text("Settings")
+
+
 def test_schemas_and_grammars(tab: Tab) -> None:
     """Answers in JSON are shown as such; an error is beside its field, found by the page or by the server."""
     tab.set(format="json_schema", format_text='{"type": "object"', max_tokens="60")
