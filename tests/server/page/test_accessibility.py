@@ -97,6 +97,14 @@ def test_the_page_fits(open_tab: OpenTab, size: str, theme: str, tmp_path: Path)
         fits(tab, width)
         tab.page.screenshot(path=tmp_path / f"{size}-{theme}-settings.png")
         tab.page.click("#close-panel")
+        tab.page.locator(".message.user").get_by_role("button", name="Delete").click()
+        toast, composer, field = (
+            tab.page.locator(place).bounding_box() for place in ("#toast", "#composer", ".composer-row")
+        )
+        assert toast and composer and field and toast["y"] + toast["height"] <= field["y"]
+        assert size != "phone" or toast["width"] >= composer["width"] - 30
+        tab.page.locator("#toast").get_by_role("button", name="Undo").click()
+        expect(tab.page.locator(".message")).to_have_count(2)
         if size == "phone":
             tab.page.click("#toggle-sidebar")
             expect(tab.page.locator("#chats .chat").first).to_be_visible()
