@@ -249,7 +249,7 @@ export class MessageView {
         makeLegend(tokens),
         stats?.tokens ? sentence : element("p", { text: "No tokens are known of this answer." }),
         drafters.length ? element("p", { text: drafters.join("; ") }) : "",
-        plot(speedPoints(lastTimes), "Tokens a second along the answer"),
+        plot(speedPoints(lastTimes), "Tokens a second along the answer", { note: " at its end" }),
       );
     };
     let shownAt = 0;
