@@ -56,12 +56,14 @@ const actions = {
     if (!isBusy()) answer(message.id);
   },
 
+  /** Make a branch with another text; return whether that could be done. */
   edit(message, text) {
-    if (isBusy()) return;
+    if (isBusy()) return false;
     const branch = { ...makeMessage(message.role, message.parent, text), thinking: message.thinking };
     addMessage(branch);
     if (message.role === "user") answer(branch.id);
     else showLeaf(branch.id);
+    return true;
   },
 
   remove(message) {

@@ -172,6 +172,12 @@ export class MessageView {
     this.facts.replaceChildren(...facts);
   }
 
+  /** Show what depends on the messages beside it and after it. */
+  showSurroundings() {
+    this.showBranches();
+    this.showActions();
+  }
+
   showBranches() {
     const { index, count } = this.actions.placeAmongBranches(this.message);
     if (count < 2) {
@@ -203,17 +209,25 @@ export class MessageView {
     const { message, actions } = this;
     const text = element("textarea", { rows: Math.min(12, message.content.split("\n").length + 1), value: message.content, "aria-label": "Text of the message" });
     const isUser = message.role === "user";
-    const cancel = () => {
+    const close = () => {
       this.isRich = false;
       this.showPlain();
       this.enrich();
+      this.body.hidden = this.inside !== null;
+    };
+    const cancel = () => {
+      close();
       this.node.focus();
     };
-    const save = () => (text.value.trim() ? actions.edit(message, text.value) : text.focus());
+    const save = () => {
+      if (!text.value.trim()) text.focus();
+      else if (actions.edit(message, text.value)) close();
+    };
     text.addEventListener("keydown", (event) => {
       if (event.key === "Escape") (event.stopPropagation(), cancel());
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
     });
+    this.body.hidden = false;
     this.body.replaceChildren(element("div", { class: "editor" }, text, element("div", { class: "actions" }, button(isUser ? "Send as a branch" : "Save as a branch", save, { class: "primary" }), button("Cancel", cancel))));
     text.focus();
   }

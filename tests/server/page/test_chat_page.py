@@ -112,7 +112,15 @@ def test_branches(tab: Tab) -> None:
     branches = tab.last.locator(".branches")
     expect(branches).to_contain_text("2 / 2")
     assert text_of(tab) == original
+    tab.press("Inside")
+    expect(tab.last.locator(".inside")).to_be_visible()
     branches.get_by_role("button", name="Earlier branch").click()
+    expect(tab.last.locator(".branches")).to_contain_text("1 / 2")
+    expect(tab.last.locator(".inside")).to_have_count(0)
+    tab.last.get_by_role("button", name="Later branch").click()
+    expect(tab.last.locator(".inside")).to_be_visible()  # it is as it was left
+    tab.press("Inside")
+    tab.last.get_by_role("button", name="Earlier branch").click()
     expect(tab.last.locator(".branches")).to_contain_text("1 / 2")
     user = tab.page.locator(".message.user").last
     user.get_by_role("button", name="Edit").click()
@@ -124,6 +132,7 @@ def test_branches(tab: Tab) -> None:
     expect(tab.page.locator(".message")).to_have_count(2)
     tab.page.locator(".message.user").last.get_by_role("button", name="Delete").click()
     expect(tab.page.locator(".message.user .body").last).to_have_text(QUESTION)
+    expect(tab.page.locator(".message textarea")).to_have_count(0)
     tab.page.locator("#toast").get_by_role("button", name="Undo").click()
     expect(tab.page.locator(".message.user .body").last).to_have_text("Another question?")
     tab.press("Edit")
