@@ -136,6 +136,17 @@ def test_the_theme_can_be_chosen(open_tab: OpenTab) -> None:
         expect(tab.page.locator("#theme")).to_have_text("Theme: dark")
 
 
+def test_a_phone_has_the_theme_and_the_model(open_tab: OpenTab) -> None:
+    width, height = SIZES["phone"]
+    with replay([]) as url:
+        tab = open_tab(url, viewport={"width": width, "height": height}, color_scheme="light")
+        expect(tab.page.locator("#model")).to_be_visible()
+        tab.page.click("#toggle-sidebar")
+        tab.page.get_by_role("button", name="Theme: auto").click()
+        expect(tab.page.locator("#sidebar .theme")).to_have_text("Theme: light")
+        fits(tab, width)
+
+
 def test_what_a_screen_reader_is_told(open_tab: OpenTab) -> None:
     """While an answer grows, one sentence; at its end, the answer; never each token."""
     with replay([{"content": f"word{number} "} for number in range(300)], tokens_per_second=200) as url:
