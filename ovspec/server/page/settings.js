@@ -72,7 +72,7 @@ const GROUPS = [
 const FIELDS = GROUPS.flatMap((group) => group.fields);
 const CHOICE_NAMES = {
   format: { "": "Any text", json_object: "JSON", json_schema: "JSON schema", regex: "Regular expression", choice: "One of several texts", gbnf: "GBNF grammar", grammar: "Lark grammar" },
-  draft: { "": "As the server decides", none: "None: plain decoding" },
+  draft: { "": "Server's choice", none: "None: plain decoding" },
 };
 const FORMATS_WITH_TEXT = ["json_schema", "regex", "choice", "gbnf", "grammar"];
 
