@@ -36,6 +36,7 @@ export class Transcript {
     this.root.replaceChildren(...[...views.values()].map((view) => view.node));
     byId("welcome").hidden = path.length > 0;
     for (const view of [...views.values()].slice(-6)) view.enrich();
+    requestAnimationFrame(() => this.isNearEnd() && (byId("to-end").hidden = true)); // less to show scrolls nothing
   }
 
   view(id) {
@@ -80,9 +81,13 @@ export class Transcript {
     if (this.follows) this.goToEnd();
   }
 
-  noteScroll() {
+  isNearEnd() {
     const { scrollTop, scrollHeight, clientHeight } = this.scroller;
-    this.follows = scrollTop + clientHeight > scrollHeight - NEAR_END;
+    return scrollTop + clientHeight > scrollHeight - NEAR_END;
+  }
+
+  noteScroll() {
+    this.follows = this.isNearEnd();
     byId("to-end").hidden = this.follows;
   }
 

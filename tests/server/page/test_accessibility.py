@@ -144,6 +144,8 @@ def test_a_phone_has_the_theme_and_the_model(open_tab: OpenTab) -> None:
         tab.page.click("#toggle-sidebar")
         tab.page.get_by_role("button", name="Theme: auto").click()
         expect(tab.page.locator("#sidebar .theme")).to_have_text("Theme: light")
+        theme, sidebar = (tab.page.locator(place).bounding_box() for place in ("#sidebar .theme", "#sidebar"))
+        assert theme and sidebar and theme["x"] + theme["width"] <= sidebar["width"]
         fits(tab, width)
 
 
