@@ -12,22 +12,14 @@ import { Sidebar } from "./sidebar.js";
 import { deleteMessages, loadChats, loadDetails, loadMessages, saveChat, saveDetails, saveMessages } from "./store.js";
 import { Transcript } from "./transcript.js";
 
-const LAST_SETTINGS = "ovspec-settings";
 const INSIDE = "ovspec-inside";
 
 const state = {
-  /** @type {import("./chats.js").Chat} */ chat: newChat(readLastSettings()),
+  /** @type {import("./chats.js").Chat} */ chat: newChat({}),
   tree: new Tree(),
+  contextTokens: Infinity, // of the model
   running: null, // the answer that is generated: {controller, message}
 };
-
-function readLastSettings() {
-  try {
-    return JSON.parse(localStorage.getItem(LAST_SETTINGS) ?? "{}");
-  } catch {
-    return {};
-  }
-}
 
 const actions = {
   showsInside: () => localStorage.getItem(INSIDE) === "true",
@@ -38,7 +30,14 @@ const actions = {
     return { index: siblings.indexOf(message), count: siblings.length };
   },
   isAnswered: (call) => state.tree.path(state.chat.leaf).some((message) => message.callId === call.id),
-  canContinue: (message) => !state.running && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
+  fillsContext: ({ finish, stats }) => finish === "length" && stats?.promptTokens + stats?.tokens >= state.contextTokens - 1,
+  canContinue: (message) => !state.running && !actions.fillsContext(message) && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
+  /** Whether a question, or the last result of a tool, has no answer. */
+  canTryAgain(message) {
+    if (state.running || message.id !== state.chat.leaf || message.role === "assistant") return false;
+    const calls = state.tree.path(message.id).flatMap((earlier) => earlier.calls ?? []);
+    return message.role === "user" || calls.every(actions.isAnswered);
+  },
   stop: () => state.running?.controller.abort(),
 
   showBranch(message, step) {
@@ -53,12 +52,18 @@ const actions = {
     if (!isBusy()) answer(message.parent);
   },
 
+  tryAgain(message) {
+    if (!isBusy()) answer(message.id);
+  },
+
+  /** Make a branch with another text; return whether that could be done. */
   edit(message, text) {
-    if (isBusy()) return;
+    if (isBusy()) return false;
     const branch = { ...makeMessage(message.role, message.parent, text), thinking: message.thinking };
     addMessage(branch);
     if (message.role === "user") answer(branch.id);
     else showLeaf(branch.id);
+    return true;
   },
 
   remove(message) {
@@ -113,7 +118,7 @@ const actions = {
     try {
       let exact = 0;
       for (const part of parts) {
-        if (!part.record) throw new Error("A stopped answer has no record to verify; continue it or generate it again.");
+        if (!part.record) throw new Error(parts.length > 1 ? "An answer that was stopped and continued can't be verified; regenerate it." : "A stopped answer can't be verified; regenerate it.");
         const choice = { message: { content: part.content }, record: part.record };
         const verdict = await getJson("verify", { body: { choice } });
         if (!verdict.ok) return { ok: false, sentence: describeWrong(verdict, part) };
@@ -312,7 +317,7 @@ async function openChat(id) {
 function startChat() {
   if (state.running) actions.stop();
   wantedChat = null;
-  state.chat = newChat(readLastSettings());
+  state.chat = newChat({}); // with the server's defaults
   state.tree = new Tree();
   showChat();
   byId("input").focus();
@@ -336,8 +341,8 @@ const sidebar = new Sidebar({
   removed: (id) => id === state.chat.id && startChat(),
   current: () => state.chat.id,
 });
-const settingsForm = new SettingsForm(byId("settings"), (settings) => {
-  localStorage.setItem(LAST_SETTINGS, JSON.stringify(settings));
+const settingsForm = new SettingsForm(byId("settings"), () => {
+  byId("composer-error").textContent = "";
   if (sidebar.chats.has(state.chat.id)) saveChat(state.chat).catch(reportStorage);
 });
 const serverState = new ServerState(byId("server-state"));
@@ -378,6 +383,7 @@ async function greet() {
     }
     settingsForm.offerDrafters(ready.drafters);
     const models = await getJson("v1/models");
+    state.contextTokens = models.data[0].max_model_len ?? Infinity;
     byId("model").textContent = models.data[0].id;
     document.title = `${models.data[0].id} – ovspec`;
   } catch (error) {

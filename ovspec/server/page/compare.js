@@ -6,11 +6,12 @@ import { addChoice, INSIDE_FIELDS, newPart } from "./generation.js";
 import { makeLegend, TokenView } from "./tokens.js";
 
 const NAMES = ["Plain", "Speculative"];
+const MIN_TURNS = 4; // of the server
 
 class Column {
   constructor(name) {
     this.part = newPart();
-    this.view = new TokenView(() => [this.part]);
+    this.view = new TokenView(() => [this.part], { hasDetails: false });
     this.clock = element("span", { class: "clock", text: "waits" });
     this.start = 0;
     this.node = element("section", { class: "compared", "aria-label": name }, element("h3", {}, `${name} `, this.clock), this.view.node);
@@ -38,13 +39,21 @@ class Column {
 export async function compare(body) {
   const dialog = byId("compare");
   const columns = NAMES.map((name) => new Column(name));
-  const verdict = element("p", { class: "verdict", role: "status", text: "Generating the text without and with speculation …" });
+  const verdict = element("p", { class: "verdict", role: "status", text: "Generating the text without speculation (1 of 2) …" });
   const legend = element("div");
   byId("compare-content").replaceChildren(verdict, legend, element("div", { class: "columns" }, ...columns.map((column) => column.node)));
   const controller = new AbortController();
   dialog.addEventListener("close", () => controller.abort(), { once: true });
   dialog.showModal();
   let frame = 0;
+  /** Name the phase and its progress. */
+  const showPhase = (turns) => {
+    if (!columns[0].part.finish) return;
+    if (columns[1].part.finish) {
+      const equal = columns[0].part.tokens.map(({ id }) => id).join() === columns[1].part.tokens.map(({ id }) => id).join();
+      verdict.textContent = `The texts are ${equal ? "equal" : "different"}. Timing them: turn ${turns + 1}${turns < MIN_TURNS ? ` of at least ${MIN_TURNS}` : ""} …`;
+    } else verdict.textContent = "Generating the text with speculation (2 of 2) …";
+  };
   const draw = () => {
     frame = 0;
     for (const column of columns) column.show();
@@ -62,6 +71,7 @@ export async function compare(body) {
       for (const choice of choices) {
         // The first chunks have no token; the clock begins with the text before them.
         if (choice.token_sources || choice.finish_reason) columns[choice.index].add(choice, timings);
+        if (choice.finish_reason) showPhase(0);
       }
       if (comparison?.speedup_sentence) {
         speedup = comparison.speedup ?? null;
@@ -71,8 +81,7 @@ export async function compare(body) {
         cancelAnimationFrame(frame);
         frame = 0;
       } else if (comparison) {
-        const equal = columns[0].part.tokens.map(({ id }) => id).join() === columns[1].part.tokens.map(({ id }) => id).join();
-        verdict.textContent = `The texts are ${equal ? "equal" : "different"}. Timing them in turns …`;
+        showPhase(comparison.turns);
         showSpeeds(comparison);
       } else schedule();
     }

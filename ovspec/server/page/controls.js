@@ -66,17 +66,20 @@ export function bindPanels({ onSettings, onServer }) {
   return { open, close, toggle, closeSidebar: () => setSidebar(false) };
 }
 
+/** Wire the buttons for the theme: at the top, and below the chats on a phone. */
 function bindTheme() {
+  const buttons = document.querySelectorAll("button.theme");
   const show = (theme) => {
     document.documentElement.dataset.theme = theme;
-    byId("theme").textContent = `Theme: ${theme}`;
+    for (const button of buttons) button.textContent = `Theme: ${theme}`;
   };
   show(localStorage.getItem(THEME) ?? "auto");
-  byId("theme").addEventListener("click", () => {
+  const showNext = () => {
     const theme = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
     localStorage.setItem(THEME, theme);
     show(theme);
-  });
+  };
+  for (const button of buttons) button.addEventListener("click", showNext);
 }
 
 /** Let the field grow with its text. */
@@ -118,7 +121,7 @@ export function bindKeys({ submit, stop, startChat, transcript, panels, isRunnin
       fitInput(input);
     }
     if (event.key === "ArrowUp" && !input.value) {
-      const edit = [...document.querySelectorAll(".message.user")].at(-1)?.querySelectorAll(".actions button")[1];
+      const edit = [...document.querySelectorAll(".message.user")].at(-1)?.querySelector(".actions .edit");
       if (edit) (event.preventDefault(), edit.click());
     }
   });

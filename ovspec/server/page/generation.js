@@ -56,8 +56,8 @@ export async function generate(body, part, signal, onGrowth) {
       onGrowth();
     }
   } catch (error) {
-    if (error.name !== "AbortError") throw error;
-    part.finish = "stopped";
+    part.finish = error.name === "AbortError" ? "stopped" : "failed";
+    if (part.finish === "failed") throw error;
   }
 }
 

@@ -12,6 +12,7 @@ const FINISHES = {
   length: "Cut off at the maximum number of tokens; it can be continued.",
   stopped: "Stopped; it can be continued.",
 };
+const FULL = "Cut off at the end of the model's context.";
 const MAX_JSON = 100_000; // characters that are shown with line breaks
 
 /** Return JSON with line breaks, or the text as it is. */
@@ -36,10 +37,11 @@ export class MessageView {
     this.inside = null;
     this.facts = element("p", { class: "facts" });
     this.body = element("div", { class: "body" });
+    this.ending = element("div", { class: "ending" });
     this.toolbar = element("div", { class: "actions" });
     this.branches = element("div", { class: "branches" });
     const head = element("div", { class: "head" }, element("h2", { text: WHO[message.role] }), this.branches);
-    this.node = element("article", { class: `message ${message.role}`, "aria-label": WHO[message.role], "data-id": message.id, tabindex: "-1" }, head, this.body, this.facts, this.toolbar);
+    this.node = element("article", { class: `message ${message.role}`, "aria-label": WHO[message.role], "data-id": message.id, tabindex: "-1" }, head, this.body, this.ending, this.facts, this.toolbar);
     this.showPlain();
   }
 
@@ -70,7 +72,8 @@ export class MessageView {
     const isJson = message.isJson || looksLikeJson(message.content);
     if (isJson && message.content) content.append(new CodeBlock("json").append(prettyJson(message.content)).finish().node);
     else showMarkdown(content, message.content);
-    this.body.replaceChildren(...this.makeThinking(), content, ...this.makeCalls(), ...this.makeEnding());
+    this.body.replaceChildren(...this.makeThinking(), content, ...this.makeCalls());
+    this.showEnding();
   }
 
   makeThinking() {
@@ -80,13 +83,15 @@ export class MessageView {
     return [element("details", { class: "thinking" }, element("summary", { text: "Thinking" }), text)];
   }
 
-  makeEnding() {
+  /** Say why the answer ended, below its text and below its tokens. */
+  showEnding() {
     const { finish, error, schemaErrors } = this.message;
     const sentences = [];
-    if (FINISHES[finish]) sentences.push(element("p", { class: "note", text: FINISHES[finish] }));
+    const ending = this.actions.fillsContext(this.message) ? FULL : FINISHES[finish];
+    if (ending) sentences.push(element("p", { class: "note", text: ending }));
     if (error) sentences.push(element("p", { class: "error", role: "alert", text: error }));
     for (const sentence of schemaErrors ?? []) sentences.push(element("p", { class: "error", text: `Schema: ${sentence}` }));
-    return sentences;
+    this.ending.replaceChildren(...sentences);
   }
 
   makeCalls() {
@@ -115,6 +120,8 @@ export class MessageView {
     this.growing = { thinking: new GrowingMarkdown(thinking), thinkingBox, content: new GrowingMarkdown(content), isJson, before: isJson ? "```json\n" : "" };
     this.body.replaceChildren(thinkingBox, content, element("span", { class: "cursor", "aria-hidden": "true" }));
     this.node.setAttribute("aria-busy", "true");
+    this.node.querySelector(".verdict")?.remove();
+    this.ending.replaceChildren();
     this.toolbar.replaceChildren(button("Stop", () => this.actions.stop(), { "aria-keyshortcuts": "Escape" }));
     this.showBranches();
     this.facts.textContent = "waiting for the first token …";
@@ -148,7 +155,8 @@ export class MessageView {
     } else {
       content.finish();
       this.showFacts(this.message.stats);
-      this.body.replaceChildren(...this.makeThinking(), content.root, ...this.makeCalls(), ...this.makeEnding());
+      this.body.replaceChildren(...this.makeThinking(), content.root, ...this.makeCalls());
+      this.showEnding();
     }
     const thinking = this.body.querySelector(".thinking");
     if (thinking) thinking.open = thinkingWasOpen;
@@ -162,6 +170,12 @@ export class MessageView {
     const facts = describeTimings(stats).map(([name, text]) => element("span", { class: `fact fact-${name}`, text }));
     if (this.message.speedup) facts.unshift(element("span", { class: "fact fact-speedup", text: `speed-up ${this.message.speedup.toFixed(2)}` }));
     this.facts.replaceChildren(...facts);
+  }
+
+  /** Show what depends on the messages beside it and after it. */
+  showSurroundings() {
+    this.showBranches();
+    this.showActions();
   }
 
   showBranches() {
@@ -184,7 +198,8 @@ export class MessageView {
       if (actions.canContinue(message)) buttons.push(button("Continue", () => actions.continueAnswer(message)));
       buttons.push(button("Regenerate", () => actions.regenerate(message)));
     }
-    if (message.role !== "tool") buttons.push(button("Edit", () => this.edit()));
+    if (actions.canTryAgain(message)) buttons.push(button("Try again", () => actions.tryAgain(message)));
+    if (message.role !== "tool") buttons.push(button("Edit", () => this.edit(), { class: "edit" }));
     buttons.push(button("Delete", () => actions.remove(message)));
     this.toolbar.replaceChildren(...buttons);
   }
@@ -194,17 +209,25 @@ export class MessageView {
     const { message, actions } = this;
     const text = element("textarea", { rows: Math.min(12, message.content.split("\n").length + 1), value: message.content, "aria-label": "Text of the message" });
     const isUser = message.role === "user";
-    const cancel = () => {
+    const close = () => {
       this.isRich = false;
       this.showPlain();
       this.enrich();
+      this.body.hidden = this.inside !== null;
+    };
+    const cancel = () => {
+      close();
       this.node.focus();
     };
-    const save = () => (text.value.trim() ? actions.edit(message, text.value) : text.focus());
+    const save = () => {
+      if (!text.value.trim()) text.focus();
+      else if (actions.edit(message, text.value)) close();
+    };
     text.addEventListener("keydown", (event) => {
       if (event.key === "Escape") (event.stopPropagation(), cancel());
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
     });
+    this.body.hidden = false;
     this.body.replaceChildren(element("div", { class: "editor" }, text, element("div", { class: "actions" }, button(isUser ? "Send as a branch" : "Save as a branch", save, { class: "primary" }), button("Cancel", cancel))));
     text.focus();
   }
@@ -240,7 +263,7 @@ export class MessageView {
         makeLegend(tokens),
         stats?.tokens ? sentence : element("p", { text: "No tokens are known of this answer." }),
         drafters.length ? element("p", { text: drafters.join("; ") }) : "",
-        plot(speedPoints(lastTimes), "Tokens a second along the answer"),
+        plot(speedPoints(lastTimes), "Tokens a second along the answer", { note: " at its end" }),
       );
     };
     let shownAt = 0;
@@ -250,6 +273,7 @@ export class MessageView {
       showNumbers();
     };
     view.update();
+    this.inside?.node.remove(); // of the answer before it was continued
     this.inside = { node, view, showNumbers: showNumbersSometimes };
     showNumbersSometimes();
     this.body.after(node);

@@ -7,26 +7,38 @@ const HEIGHT = 60;
 
 /**
  * Return a plot of points (x, y), which begins at 0 on both axes.
- * @param {[number, number][]} points ascending in x
+ * @param {[number, number | null][]} points ascending in x; null: a gap
  * @param {string} label what it shows, for everybody
+ * @param {{format?(value: number): string, unit?: string, note?: string}} [options] `note`: when the last value was
  */
-export function plot(points, label, { format = (value) => value.toFixed(0), unit = "" } = {}) {
+export function plot(points, label, { format = (value) => value.toFixed(0), unit = "", note = "" } = {}) {
   const figure = document.createElement("figure");
   figure.className = "plot";
   const caption = document.createElement("figcaption");
   const last = points.at(-1)?.[1];
-  caption.textContent = last === undefined ? `${label}: nothing yet` : `${label}: ${format(last)}${unit}`;
+  const sentence = last === undefined ? "nothing yet" : last === null ? "–" : `${format(last)}${unit}${note}`;
+  caption.textContent = `${label}: ${sentence}`;
   figure.append(caption);
   if (points.length < 2) return figure;
-  const highest = Math.max(...points.map(([, y]) => y), 1e-9);
+  const isKnown = points.some(([, y]) => y !== null);
+  const highest = Math.max(...points.map(([, y]) => y ?? 0), 1e-9);
   const [first, end] = [points[0][0], points.at(-1)[0]];
   const place = ([x, y]) => `${(((x - first) / (end - first || 1)) * WIDTH).toFixed(1)},${(HEIGHT - (y / highest) * (HEIGHT - 4)).toFixed(1)}`;
-  const line = points.map(place).join(" ");
-  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${label}, at most ${format(highest)}${unit}` });
-  drawing.append(svg("polygon", { class: "area", points: `0,${HEIGHT} ${line} ${WIDTH},${HEIGHT}` }), svg("polyline", { class: "line", points: line }));
+  const lines = [[]];
+  for (const point of points) {
+    if (point[1] === null) lines.push([]);
+    else lines.at(-1).push(point);
+  }
+  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": isKnown ? `${label}, at most ${format(highest)}${unit}` : `${label}, nothing yet` });
+  for (const line of lines.filter((each) => each.length)) {
+    const ends = [line[0], line.at(-1)].map(([x]) => place([x, 0]));
+    const middle = line.map(place).join(" ");
+    drawing.append(svg("polygon", { class: "area", points: `${ends[0]} ${middle} ${ends[1]}` }));
+    drawing.append(svg("polyline", { class: "line", points: `${middle} ${place(line.at(-1))}` })); // one point is a dot
+  }
   const top = document.createElement("span");
   top.className = "plot-top";
-  top.textContent = `${format(highest)}${unit}`;
+  top.textContent = isKnown ? `highest ${format(highest)}${unit}` : "";
   top.setAttribute("aria-hidden", "true");
   figure.append(drawing, top);
   return figure;

@@ -24,14 +24,14 @@ export function parseMetrics(text) {
 const gigabytes = (bytes) => (bytes >= 1e9 ? `${(bytes / 1e9).toFixed(2)} GB` : `${(bytes / 1e6).toFixed(0)} MB`);
 const count = (value) => (value ?? 0).toLocaleString("en");
 
-/** Return the points of a rate between neighbouring samples. */
+/** Return the points of a rate between neighbouring samples: a second, or per another count, with gaps where that rests. */
 function rates(samples, tokens, per) {
   const points = [];
   for (let index = 1; index < samples.length; index += 1) {
     const [before, after] = [samples[index - 1], samples[index]];
     const amount = (after.values[tokens] ?? 0) - (before.values[tokens] ?? 0);
     const base = per ? (after.values[per] ?? 0) - (before.values[per] ?? 0) : (after.time - before.time) / 1e3;
-    points.push([after.time, base > 0 ? amount / base : 0]);
+    points.push([after.time, base > 0 ? amount / base : per ? null : 0]);
   }
   return thin(points, 150);
 }
@@ -92,9 +92,9 @@ export class ServerState {
       element("h3", { text: "KV cache" }),
       ...this.describeCache(ready.cache),
       element("h3", { text: "Since this panel was opened" }),
-      plot(rates(this.samples, "ovspec_generated_tokens_total"), "Tokens generated a second"),
+      plot(rates(this.samples, "ovspec_generated_tokens_total"), "Tokens generated a second", { note: ` in the last ${INTERVAL_MS / 1e3} s` }),
       plot(rates(this.samples, "ovspec_generated_tokens_total", "ovspec_rounds_total"), "Tokens a round", { format: (value) => value.toFixed(2) }),
-      plot(rates(this.samples, "ovspec_accepted_tokens_total", "ovspec_proposed_tokens_total").map(([x, y]) => [x, 100 * y]), "Accepted of proposed tokens", { unit: " %" }),
+      plot(rates(this.samples, "ovspec_accepted_tokens_total", "ovspec_proposed_tokens_total").map(([x, y]) => [x, y === null ? null : 100 * y]), "Accepted of proposed tokens", { unit: " %" }),
       plot(this.samples.map(({ time, values: sample }) => [time, sample.ovspec_texts_running ?? 0]), "Running texts"),
     );
   }

@@ -1,7 +1,7 @@
 // The settings of a chat: their form, and the fields of a request that are made of them.
 
 import { ApiError, getJson } from "./api.js";
-import { byId, element, setAttributes } from "./dom.js";
+import { button, byId, element, setAttributes } from "./dom.js";
 
 /**
  * @typedef {object} Field
@@ -72,7 +72,7 @@ const GROUPS = [
 const FIELDS = GROUPS.flatMap((group) => group.fields);
 const CHOICE_NAMES = {
   format: { "": "Any text", json_object: "JSON", json_schema: "JSON schema", regex: "Regular expression", choice: "One of several texts", gbnf: "GBNF grammar", grammar: "Lark grammar" },
-  draft: { "": "As the server decides", none: "None: plain decoding" },
+  draft: { "": "Server's choice", none: "None: plain decoding" },
 };
 const FORMATS_WITH_TEXT = ["json_schema", "regex", "choice", "gbnf", "grammar"];
 
@@ -127,13 +127,22 @@ function settingOf(field) {
   return FIELDS.some((known) => known.name === name) ? name : null;
 }
 
-/** The form. `onChange` is called with the settings whenever one of them has changed. */
+/** Return how many settings differ from the server's defaults. */
+function countChanges(settings) {
+  const isUsed = (name) => name !== "format_text" && settings[name] !== undefined && settings[name] !== "" && settings[name] !== false;
+  return FIELDS.filter(({ name }) => isUsed(name)).length;
+}
+
+/** The form. `onChange` is called whenever a setting has changed. */
 export class SettingsForm {
   constructor(root, onChange) {
     this.root = root;
     this.onChange = onChange;
     this.inputs = {};
     this.settings = {};
+    this.count = element("span", { class: "note" });
+    this.reset = button("Reset", () => this.resetAll(), { title: "Use the server's defaults" });
+    root.append(element("div", { class: "bar-row changes" }, this.count, this.reset));
     root.append(...GROUPS.map((group) => this.makeGroup(group)));
     // Hints have a place of their own: a field that moved when it is clicked would miss the click.
     const hint = element("p", { class: "hint-box", "aria-hidden": "true" });
@@ -182,13 +191,32 @@ export class SettingsForm {
     }
     this.clearErrors();
     this.showFormat();
+    this.showCount();
+  }
+
+  /** Show how many settings differ from the defaults, here and on the button that opens the panel. */
+  showCount() {
+    const count = countChanges(this.settings);
+    const sentence = `${count || "No"} setting${count === 1 ? " differs" : "s differ"} from the server's defaults`;
+    this.count.textContent = `${sentence}.`;
+    this.reset.disabled = !count;
+    byId("show-settings").textContent = count ? `Settings (${count})` : "Settings";
+    setAttributes(byId("show-settings"), { title: sentence, "aria-label": count ? `Settings (${count}): ${sentence}` : "Settings" });
+  }
+
+  resetAll() {
+    for (const { name } of FIELDS) delete this.settings[name];
+    this.show(this.settings);
+    this.onChange();
+    byId("settings").focus();
   }
 
   read() {
     for (const { name, kind } of FIELDS) this.settings[name] = kind === "check" ? this.inputs[name].checked : this.inputs[name].value;
     this.clearErrors();
     this.showFormat();
-    this.onChange(this.settings);
+    this.showCount();
+    this.onChange();
   }
 
   showFormat() {

@@ -1,7 +1,7 @@
 // The tokens of an answer, coloured by who proposed them, and what is known of each.
 
 import { getJson } from "./api.js";
-import { byId, element } from "./dom.js";
+import { byId, element, setAttributes } from "./dom.js";
 
 const SOURCE_NAMES = { target: "the model itself", lookup: "lookup", draft: "draft model", head: "head", mtp: "MTP head", forced: "forced by the grammar" };
 const CHUNK_TOKENS = 150;
@@ -26,15 +26,20 @@ const quote = (text) => JSON.stringify(text).slice(0, 80);
 /** The tokens of an answer's parts. They only grow. */
 export class TokenView {
   /** @param {() => import("./generation.js").Part[]} getParts */
-  constructor(getParts) {
+  constructor(getParts, { hasDetails = true } = {}) {
     this.getParts = getParts;
     this.shown = []; // tokens of each part that are shown
     this.probabilities = []; // of each part: a promise
     this.current = null;
-    this.node = element("div", {
-      class: "tokens",
+    this.node = element("div", { class: "tokens", role: "group", "aria-label": "Tokens" });
+    if (hasDetails) this.bindDetails();
+  }
+
+  /** Let tokens be pointed at, or be gone through by keys, to show what is known of each. */
+  bindDetails() {
+    setAttributes(this.node, {
+      class: "tokens detailed",
       tabindex: "0",
-      role: "group",
       "aria-label": "Tokens; arrow keys go from one to the next",
       onkeydown: (event) => this.pressKey(event),
       onpointerover: (event) => event.target.matches?.(".token") && this.describe(event.target),
@@ -130,7 +135,8 @@ function listAlternatives(place) {
 
 /** Return the probability of each token of a part and of its alternatives, by one pass of the model over the text. */
 async function computeProbabilities(part) {
-  if (!part.record) throw new Error("A stopped answer has no probabilities; continue it or generate it again.");
+  if (!part.finish) throw new Error("Its probability can be computed once the answer is whole.");
+  if (!part.record) throw new Error("This part of the answer was interrupted, so its probabilities aren't known; regenerate the answer.");
   const promptIds = part.record.prompt_token_ids;
   const ids = [...promptIds, ...part.record.healed_token_ids, ...part.tokens.map((token) => token.id)];
   const reply = await getJson("v1/completions", { body: { prompt: ids, echo: true, logprobs: ALTERNATIVES, max_tokens: 0 } });

@@ -9,7 +9,8 @@ const DRAWING_MS = 40; // between two drawings of a growing answer
 export class Transcript {
   constructor(actions) {
     this.actions = actions;
-    this.views = new Map();
+    this.views = new Map(); // of the messages that are shown
+    this.known = new WeakMap(); // also of those on other branches, with what is open there
     this.root = byId("messages");
     this.scroller = byId("scroller");
     this.follows = true;
@@ -20,15 +21,14 @@ export class Transcript {
     byId("to-end").addEventListener("click", () => this.goToEnd());
   }
 
-  /** Show a path of messages; views of messages that stay are kept. */
+  /** Show a path of messages; views of messages that have been shown are kept. */
   show(path) {
     const views = new Map();
     for (const message of path) {
-      let view = this.views.get(message.id);
-      if (!view || view.message !== message) {
-        view = new MessageView(message, this.actions);
-        this.observer.observe(view.node);
-      }
+      let view = this.known.get(message);
+      if (!view) this.known.set(message, (view = new MessageView(message, this.actions)));
+      if (!view.isRich) this.observer.observe(view.node);
+      else if (!view.growing) view.showSurroundings();
       views.set(message.id, view);
     }
     for (const [id, view] of this.views) if (views.get(id) !== view) this.observer.unobserve(view.node);
@@ -36,6 +36,7 @@ export class Transcript {
     this.root.replaceChildren(...[...views.values()].map((view) => view.node));
     byId("welcome").hidden = path.length > 0;
     for (const view of [...views.values()].slice(-6)) view.enrich();
+    requestAnimationFrame(() => this.isNearEnd() && (byId("to-end").hidden = true)); // less to show scrolls nothing
   }
 
   view(id) {
@@ -80,9 +81,13 @@ export class Transcript {
     if (this.follows) this.goToEnd();
   }
 
-  noteScroll() {
+  isNearEnd() {
     const { scrollTop, scrollHeight, clientHeight } = this.scroller;
-    this.follows = scrollTop + clientHeight > scrollHeight - NEAR_END;
+    return scrollTop + clientHeight > scrollHeight - NEAR_END;
+  }
+
+  noteScroll() {
+    this.follows = this.isNearEnd();
     byId("to-end").hidden = this.follows;
   }
 

@@ -97,6 +97,14 @@ def test_the_page_fits(open_tab: OpenTab, size: str, theme: str, tmp_path: Path)
         fits(tab, width)
         tab.page.screenshot(path=tmp_path / f"{size}-{theme}-settings.png")
         tab.page.click("#close-panel")
+        tab.page.locator(".message.user").get_by_role("button", name="Delete").click()
+        toast, composer, field = (
+            tab.page.locator(place).bounding_box() for place in ("#toast", "#composer", ".composer-row")
+        )
+        assert toast and composer and field and toast["y"] + toast["height"] <= field["y"]
+        assert size != "phone" or toast["width"] >= composer["width"] - 30
+        tab.page.locator("#toast").get_by_role("button", name="Undo").click()
+        expect(tab.page.locator(".message")).to_have_count(2)
         if size == "phone":
             tab.page.click("#toggle-sidebar")
             expect(tab.page.locator("#chats .chat").first).to_be_visible()
@@ -126,6 +134,19 @@ def test_the_theme_can_be_chosen(open_tab: OpenTab) -> None:
         assert tab.page.evaluate(colour) != light
         tab.page.reload()
         expect(tab.page.locator("#theme")).to_have_text("Theme: dark")
+
+
+def test_a_phone_has_the_theme_and_the_model(open_tab: OpenTab) -> None:
+    width, height = SIZES["phone"]
+    with replay([]) as url:
+        tab = open_tab(url, viewport={"width": width, "height": height}, color_scheme="light")
+        expect(tab.page.locator("#model")).to_be_visible()
+        tab.page.click("#toggle-sidebar")
+        tab.page.get_by_role("button", name="Theme: auto").click()
+        expect(tab.page.locator("#sidebar .theme")).to_have_text("Theme: light")
+        theme, sidebar = (tab.page.locator(place).bounding_box() for place in ("#sidebar .theme", "#sidebar"))
+        assert theme and sidebar and theme["x"] + theme["width"] <= sidebar["width"]
+        fits(tab, width)
 
 
 def test_what_a_screen_reader_is_told(open_tab: OpenTab) -> None:

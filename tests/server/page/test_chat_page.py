@@ -68,7 +68,7 @@ def test_the_answer_is_the_servers(tab: Tab) -> None:
 
 
 def test_stop_and_continue(tab: Tab) -> None:
-    """A stopped answer goes on from its last character, and so does one that was cut off."""
+    """A stopped answer goes on from its last character, and so does one that was cut off; neither can be verified."""
     tab.set(max_tokens="1500", ignore_eos=True)
     tab.ask(QUESTION)
     expect(tab.last.locator(".markdown").last).not_to_be_empty()
@@ -76,6 +76,8 @@ def test_stop_and_continue(tab: Tab) -> None:
     tab.wait()
     stopped = text_of(tab)
     assert "Stopped" in tab.last.inner_text() and len(stopped) > 0
+    tab.press("Verify")
+    expect(tab.last.locator(".verdict.bad")).to_have_text("A stopped answer can't be verified; regenerate it.")
     tab.set(max_tokens="10")
     tab.press("Continue")
     expect(tab.last.locator(".note")).to_contain_text("Cut off")
@@ -85,6 +87,20 @@ def test_stop_and_continue(tab: Tab) -> None:
     assert longer == stopped + tab.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
     tab.press("Inside")
     assert len(tab.last.locator(".tokens").inner_text()) >= len(longer) - 5
+    tab.last.locator(".tokens .token").first.hover()
+    expect(tab.page.locator("#token-details")).to_contain_text("interrupted, so its probabilities aren't known")
+    tab.press("Verify")
+    expect(tab.last.locator(".verdict.bad")).to_have_text(
+        "An answer that was stopped and continued can't be verified; regenerate it."
+    )
+    tokens = tab.last.locator(".tokens .token").count()
+    tab.press("Continue")
+    tab.wait()
+    expect(tab.last.locator(".verdict")).to_have_count(0)
+    expect(tab.last.locator(".inside")).to_have_count(1)
+    expect(tab.last.locator(".ending")).to_contain_text("Cut off at the maximum number")
+    assert tab.last.locator(".tokens .token").count() > tokens
+    assert sum(map(int, re.findall(r" (\d+)$", tab.last.locator(".legend").inner_text(), re.M))) > tokens
 
 
 def test_branches(tab: Tab) -> None:
@@ -96,7 +112,15 @@ def test_branches(tab: Tab) -> None:
     branches = tab.last.locator(".branches")
     expect(branches).to_contain_text("2 / 2")
     assert text_of(tab) == original
+    tab.press("Inside")
+    expect(tab.last.locator(".inside")).to_be_visible()
     branches.get_by_role("button", name="Earlier branch").click()
+    expect(tab.last.locator(".branches")).to_contain_text("1 / 2")
+    expect(tab.last.locator(".inside")).to_have_count(0)
+    tab.last.get_by_role("button", name="Later branch").click()
+    expect(tab.last.locator(".inside")).to_be_visible()  # it is as it was left
+    tab.press("Inside")
+    tab.last.get_by_role("button", name="Earlier branch").click()
     expect(tab.last.locator(".branches")).to_contain_text("1 / 2")
     user = tab.page.locator(".message.user").last
     user.get_by_role("button", name="Edit").click()
@@ -108,6 +132,7 @@ def test_branches(tab: Tab) -> None:
     expect(tab.page.locator(".message")).to_have_count(2)
     tab.page.locator(".message.user").last.get_by_role("button", name="Delete").click()
     expect(tab.page.locator(".message.user .body").last).to_have_text(QUESTION)
+    expect(tab.page.locator(".message textarea")).to_have_count(0)
     tab.page.locator("#toast").get_by_role("button", name="Undo").click()
     expect(tab.page.locator(".message.user .body").last).to_have_text("Another question?")
     tab.press("Edit")
@@ -172,7 +197,31 @@ def test_options_reach_the_model(tab: Tab) -> None:
     options = tab.page.locator("#setting-draft option").all_inner_texts()
     assert "lookup" in options and options[1] == "None: plain decoding"
     tab.page.focus("#setting-top_p")
-    expect(tab.page.locator("#setting-top_p-hint")).to_contain_text("add up to this probability")
+    expect(tab.page.locator("#setting-top_p-hint")).to_contain_text("with this total probability")
+
+
+def test_a_new_chat_has_the_servers_defaults(server: Running, open_tab: OpenTab) -> None:
+    """Settings belong to their chat; how many differ is shown, and all can be reset."""
+    tab = open_tab(server.url)
+    settings = tab.page.locator("#show-settings")
+    expect(settings).to_have_text("Settings")
+    tab.set(temperature="0", max_tokens="5", system="Be brief.")
+    expect(settings).to_have_text("Settings (3)")
+    expect(settings).to_have_accessible_name("Settings (3): 3 settings differ from the server's defaults")
+    tab.answer(QUESTION)
+    tab.page.click("#new-chat")
+    expect(settings).to_have_text("Settings")
+    for name in ("temperature", "max_tokens", "system"):
+        expect(tab.page.locator(f"#setting-{name}")).to_have_value("")
+    tab.page.locator("#chats .chat").first.click()
+    expect(tab.page.locator("#setting-system")).to_have_value("Be brief.")
+    tab.page.get_by_role("button", name="Reset").click()
+    expect(tab.page.locator("#setting-system")).to_have_value("")
+    expect(settings).to_have_text("Settings")
+    tab.page.reload()
+    tab.page.locator("#chats .chat").first.click()
+    expect(tab.page.locator(".message")).to_have_count(2)
+    expect(settings).to_have_text("Settings")
 
 
 def test_schemas_and_grammars(tab: Tab) -> None:
@@ -203,6 +252,13 @@ def test_schemas_and_grammars(tab: Tab) -> None:
     tab.ask("again")
     expect(tab.page.locator("#setting-temperature-error")).to_contain_text("temperature")
     expect(tab.page.locator(".message")).to_have_count(5)  # the question stays, to be sent again
+    expect(tab.page.locator("#composer-error")).to_contain_text("temperature")
+    tab.set(temperature="0")
+    expect(tab.page.locator("#composer-error")).to_have_text("")
+    tab.page.locator(".message.user").last.get_by_role("button", name="Try again").click()
+    expect(tab.page.locator(".message")).to_have_count(6)
+    tab.wait()
+    expect(tab.page.get_by_role("button", name="Try again")).to_have_count(0)
 
 
 def test_a_call_of_a_tool(real_server: Running, open_tab: OpenTab) -> None:

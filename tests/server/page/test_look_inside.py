@@ -128,6 +128,9 @@ def test_a_comparison(tab: Tab) -> None:
     assert all(
         re.match(r"[\d.]+ tokens/s, median turn", side.locator(".clock").inner_text()) for side in (plain, speculative)
     )
+    speculative.locator(".token").first.click()
+    expect(tab.page.locator("#token-details")).to_be_hidden()
+    assert dialog.locator("[tabindex], .token.current").count() == 0
     verdict = dialog.locator(".verdict").inner_text()
     tab.page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
