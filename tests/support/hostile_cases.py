@@ -405,7 +405,7 @@ UNENFORCED: list[tuple[Any, str]] = [
     ),
     ({"contains": {"const": 1}, "type": "array"}, "#/contains: contains can't be enforced"),
     ({"not": {"items": {"type": "string"}}, "type": "array"}, "#/not/items: items can't be negated"),
-    ({"not": {"type": "integer"}, "type": "number"}, "#/not/type: integers and other numbers"),
+    ({"not": {"type": "integer"}, "type": "number"}, "#/not/type: excluding integers but no other numbers"),
     ({"dependentRequired": {"a": "b"}}, "#/dependentRequired: this should be an object with a list of names"),
     ({"uniqueItems": 1}, "#/uniqueItems: this should be true or false"),
     ({"if": 3}, "#/if: this should be a schema"),
