@@ -132,7 +132,7 @@ def messages_of_constant(assignment: ast.Assign | ast.AnnAssign, used_names: Set
         return
     match assignment.value:
         case ast.Tuple(elts=[ast.Tuple(), *_] as pairs):  # of a pattern and the message for it
-            yield from (text for pair in pairs for text in outer_strings(pair.elts[-1]))
+            yield from (text for pair in pairs if isinstance(pair, ast.Tuple) for text in outer_strings(pair.elts[-1]))
         case value:
             yield from outer_strings(value)
 
