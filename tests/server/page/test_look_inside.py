@@ -120,7 +120,7 @@ def test_a_comparison(tab: Tab) -> None:
     """Both texts with the clock, side by side; then the speed-up, which stays with the answer."""
     tab.press("Compare")
     dialog = tab.page.locator("#compare")
-    expect(dialog.locator(".verdict")).to_contain_text("oth texts have the same", ignore_case=True)
+    expect(dialog.locator(".verdict")).to_contain_text("oth texts are identical", ignore_case=True)
     expect(dialog.locator(".verdict")).to_contain_text("speed-up", ignore_case=True)
     plain, speculative = (dialog.locator(f"section[aria-label={name}]") for name in ("Plain", "Speculative"))
     assert plain.locator(".tokens").inner_text() == speculative.locator(".tokens").inner_text() != ""
