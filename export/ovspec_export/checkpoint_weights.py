@@ -13,7 +13,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec_export.experts import find_expert_stacks, join_experts, join_matrices, list_expert_layers
+from ovspec_export.experts import find_expert_stacks, join_experts, join_matrices, list_expert_layers, unpack_experts
 from ovspec_export.kept_weights import check_numbers
 from ovspec_export.mtp_layout import find_mtp_layers
 from ovspec_export.packed_layouts import (
@@ -24,7 +24,7 @@ from ovspec_export.packed_layouts import (
     read_compressed_tensors,
     read_gptq,
 )
-from ovspec_export.packed_weights import PackedWeights, unpack_rows
+from ovspec_export.packed_weights import PackedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,10 +202,6 @@ class CheckpointWeights:
             )
         return np.array(values, np.float32).reshape(self._shapes[name])
 
-    def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:  # noqa: ARG002
-        """Return the values of a parameter, float32; no form rounds them."""
-        return self.read_values(name)
-
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:  # noqa: ARG002
         """Return a matrix as described in ``KeptWeights``."""
         names = self._expert_layers.get(name, [name])
@@ -223,9 +219,7 @@ class CheckpointWeights:
 
     def _unpack_experts(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of each expert in a matrix, float32."""
-        weights = self.read_matrix(name, False)
-        for rows in np.split(np.arange(weights.shape[0]), len(self._expert_layers[name])):
-            yield unpack_rows(weights, rows)
+        return unpack_experts(self.read_matrix(name, False), len(self._expert_layers[name]))
 
     def _join_experts(self, name: str, experts: list[PackedWeights]) -> PackedWeights:
         try:

@@ -6,12 +6,12 @@ of one expert after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ovspec_export.packed_weights import PackedWeights
+from ovspec_export.packed_weights import PackedWeights, unpack_rows
 
 SKELETON_WIDTH = 2  # of the experts in a model without the large weights
 # Name of a parameter -> the layers of an expert whose rows it holds, concatenated.
@@ -67,6 +67,12 @@ def join_matrices(stack: ExpertStack, read_experts: Callable[[str], Iterable[np.
         for expert_values, rows in zip(values, read_experts(matrix), strict=True):
             expert_values[start : start + row_count] = rows
     return values
+
+
+def unpack_experts(weights: PackedWeights | np.ndarray, expert_count: int) -> Iterator[np.ndarray]:
+    """Yield the rows of each expert, float32, in a matrix with the rows of all."""
+    for rows in np.split(np.arange(weights.shape[0]), expert_count):
+        yield unpack_rows(weights, rows)
 
 
 def list_expert_layers(matrix: str, expert_count: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec_export.experts import find_expert_stacks, join_experts, join_matrices
+from ovspec_export.experts import find_expert_stacks, join_experts, join_matrices, unpack_experts
 from ovspec_export.gguf_blocks import read_packed_weights
 from ovspec_export.gguf_file import CHECKPOINT_ADVICE, GgufHeaders, TensorInfo
 from ovspec_export.kept_weights import check_numbers, quantise_to_int8
@@ -102,9 +102,7 @@ class GgufWeights:
 
     def _read_kept_experts(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of each expert in a matrix as ``read_matrix`` rounds them, float32."""
-        weights = self.read_matrix(name, False)
-        for rows in np.split(np.arange(weights.shape[0]), self._get_info(name).shape[0]):
-            yield unpack_rows(weights, rows)
+        return unpack_experts(self.read_matrix(name, False), self._get_info(name).shape[0])
 
     def _read_experts(self, name: str) -> Iterator[np.ndarray]:
         """Yield the values of each expert in a matrix, float32."""

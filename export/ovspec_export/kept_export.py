@@ -148,7 +148,7 @@ def load_kept_model(
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     [skeleton] = skeletons
     read_values = skeleton.kept.read_values
-    if as_exported:
+    if as_exported and isinstance(skeleton.kept, GgufWeights):  # nothing rounds a checkpoint's weights
         offset_matrices = find_offset_matrices(skeleton.model, skeleton.kept)
         read_values = functools.partial(read_rounded_values, skeleton.kept, offset_matrices)
     read_matrices_when_used(skeleton.model, read_values, skeleton.kept)

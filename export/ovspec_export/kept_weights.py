@@ -46,10 +46,6 @@ class KeptWeights(Protocol):
         """Return the values of any parameter, float32, in the model's shape."""
         ...
 
-    def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:
-        """Return the same, but with matrices rounded as in ``read_matrix``; ``with_offsets`` is as there."""
-        ...
-
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:
         """Return a matrix (rows, columns) as integers, or as floats in f16, or in bf16 as uint16.
 

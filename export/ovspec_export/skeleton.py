@@ -19,6 +19,7 @@ from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
 from ovspec_export.experts import find_expert_stacks
+from ovspec_export.gguf_weights import GgufWeights
 from ovspec_export.kept_weights import KeptForms, KeptWeights
 from ovspec_export.packed_weights import PackedWeights, make_constant, make_weights_node
 
@@ -112,8 +113,8 @@ def make_marked_zeros(shape: tuple[int, ...], mark: float) -> np.ndarray:
     return values
 
 
-def read_rounded_values(kept: KeptWeights, product_only: frozenset[str], name: str) -> np.ndarray:
-    """Return the values of a parameter as in the IR, close to the source's.
+def read_rounded_values(kept: GgufWeights, product_only: frozenset[str], name: str) -> np.ndarray:
+    """Return the values of a parameter as in the IR, close to the file's.
 
     product_only: as in ``GraphFiller``.
 

@@ -67,9 +67,6 @@ class OneMatrix:
     def read_values(self, name: str) -> np.ndarray:
         raise NotImplementedError
 
-    def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:
-        raise NotImplementedError
-
     def read_matrix(self, name: str, with_offsets: bool) -> PackedWeights | np.ndarray:
         assert name == "w" and not with_offsets
         return self.weights
