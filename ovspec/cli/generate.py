@@ -185,7 +185,8 @@ def check_comparable(params: Params) -> None:
     """Raise click.UsageError for options incompatible with ``--compare``."""
     is_rejection = params.accept == "rejection"
     raise_usage_error_if(
-        is_rejection, "--compare can't be combined with --accept rejection, which changes the text; leave it out."
+        is_rejection,
+        "--compare can't be combined with --accept rejection, which changes the text; leave out one of them.",
     )
     raise_usage_error_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
     raise_usage_error_if(

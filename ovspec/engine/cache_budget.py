@@ -1,4 +1,4 @@
-"""The memory of KV caches: which rows of a batch it has room for, and which row is set back where it runs out."""
+"""The memory of KV caches: the rows of a batch that fit, and the row to set back if memory runs out."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Protocol
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, measure_common_prefix
 
-# Tokens by which a row that joins can grow before it may be set back: at least so many, and a share of its length,
+# A joining row's room to grow before it may be set back: at least this many tokens, or this share of its length (1/8),
 # because a longer text takes longer to read again.
 JOINING_GROWTH_TOKENS = 256
 JOINING_GROWTH_SHARE = 8
-MIN_ROUND_TOKENS = 32  # tokens that every row of a batch may get in a round; where fewer fit, a row is set back
+MIN_ROUND_TOKENS = 32  # tokens per row and round; if fewer fit, a row is set back
 
 
 class GrowingText(Protocol):
-    """What the budget knows of a text."""
+    """A text, as seen by the budget."""
 
     sequence: Sequence
-    max_length: int  # tokens that the text may grow to
+    max_length: int  # in tokens
 
 
 class RowInBatch(Protocol):
@@ -41,27 +41,27 @@ class CacheUsage:
     """The bytes of KV caches, of all models together, and how often a row was set back so far."""
 
     limit_bytes: float
-    reserved_bytes: float  # of rows, with what they may grow by before others are asked
+    reserved_bytes: float  # of rows, with their room to grow
     used_bytes: float  # of rows
-    kept_bytes: float  # of ended texts, which give way to rows
+    kept_bytes: float  # of ended texts, evicted for rows
     set_back_count: int
 
 
 class CacheBudget:
     """Counts the blocks of a target's KV cache that rows need, among ``max_tokens`` tokens.
 
-    A row reserves the tokens that it has, and room to grow; where memory runs out, a row is set back: its blocks are
-    freed, and its text is read again later. If that could change the text (``rows_grow`` is False), each row reserves
-    its maximum length instead.
+    A row reserves its tokens and room to grow; if memory runs out, a row is set back: its blocks are freed, and its
+    text is read again later. If that could change the text (``rows_grow`` is False), each row reserves its maximum
+    length instead.
 
-    Blocks of other decoders count, too, if they share the target's, and blocks that rows share count once. A draft or a
+    Other decoders' blocks in the target's pool count too, and blocks shared by rows count once. A draft or a
     head holds the same tokens as the target, so a token's bytes include theirs.
     """
 
     def __init__(self, target: Decoder, max_tokens: float = math.inf, rows_grow: bool = False) -> None:
         self.max_tokens = max_tokens
-        self.task_tokens = 0  # kept free for a background task: rows that join leave room for it
-        self.task_has_begun = False  # from when on rows of the batch leave room for it, too
+        self.task_tokens = 0  # kept free for a background task when rows join
+        self.task_has_begun = False  # then also kept free from rows in the batch
         self.reserved_tokens = 0.0  # by all rows in the last round
         self.rows_grow = rows_grow
         self._target = target
@@ -72,13 +72,13 @@ class CacheBudget:
         return self.max_tokens < math.inf
 
     def choose_row_to_set_back(self, row_numbers: Collection[int]) -> int:
-        """Return the number of the youngest of several rows; the one that was set back last only if it is alone."""
+        """Return the number of the youngest row; never the row set back last, unless it is alone."""
         self._last_set_back = max(set(row_numbers) - {self._last_set_back}, default=self._last_set_back)
         assert self._last_set_back is not None
         return self._last_set_back
 
     def count_free_tokens(self, batch: Collection[RowInBatch]) -> float:
-        """Return the number of tokens that fit besides what ``batch`` reserves; negative if that is too much."""
+        """Return the number of tokens beyond the reservations of ``batch``; negative if these exceed the memory."""
         return self._count_free_blocks(batch, self._reserved_length, self.task_tokens) * self._target.block_size
 
     def has_room_for_round(self, batch: Collection[RowInBatch]) -> bool:
@@ -87,7 +87,7 @@ class CacheBudget:
         return free_blocks >= self._count_copies(batch)
 
     def divide_free_tokens(self, batch: Collection[RowInBatch], free_tokens: float) -> float:
-        """Return the number of tokens that each row of ``batch`` may get in a round, at least ``MIN_ROUND_TOKENS``.
+        """Return the maximum number of tokens per row of ``batch`` and round, at least ``MIN_ROUND_TOKENS``.
 
         ``free_tokens``: from ``count_free_tokens``.
         """
@@ -98,7 +98,7 @@ class CacheBudget:
         return max(free_blocks // len(batch) * self._target.block_size, MIN_ROUND_TOKENS)
 
     def count_tokens_to_join(self, row: GrowingText, batch: Collection[RowInBatch]) -> int:
-        """Return how many tokens ``row`` reserves, without the blocks that it can share with rows of ``batch``."""
+        """Return how many tokens ``row`` reserves, without blocks it can share with rows of ``batch``."""
         reserved_length = self._reserved_length(row)
         if self._target.block_size == 1:
             return reserved_length
@@ -124,7 +124,7 @@ class CacheBudget:
         return -(-length // self._target.block_size)
 
     def _count_copies(self, batch: Collection[RowInBatch]) -> int:
-        """Return how many blocks rows may have to copy in a round, because they share them and write there."""
+        """Return how many shared blocks rows may have to copy in a round before writing to them."""
         return len(batch) if self._target.block_size > 1 else 0
 
     @property
@@ -143,8 +143,8 @@ class CacheBudget:
                 row_blocks = self._count_blocks(len(cached_rows[running_row.decoder_row]))
             cached_blocks += row_blocks
             missing_blocks += max(0, self._count_blocks(length_of(running_row.row)) - row_blocks)
-        used_blocks = self._target.blocks_used if batch else 0  # rows that have ended are about to free theirs
-        if task_tokens:  # some of which the task may already use
+        used_blocks = self._target.blocks_used if batch else 0  # an empty batch frees the blocks of its ended rows
+        if task_tokens:  # the task may already use some
             used_blocks = max(used_blocks, cached_blocks + self._count_blocks(task_tokens))
         return self._max_blocks - used_blocks - missing_blocks
 

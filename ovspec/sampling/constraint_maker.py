@@ -172,7 +172,7 @@ class ConstraintMaker:
                 character_index = constrain_from if constrain_from >= 0 else len(prompt_text) + constrain_from
                 if not 0 <= character_index <= len(prompt_text):
                     raise OvspecError(
-                        f"`constrain_from` is {constrain_from}, but the prompt has {len(prompt_text)} characters."
+                        f"`constrain_from` is {constrain_from}, but the prompt has only {len(prompt_text)} characters."
                     )
             case _:
                 raise OvspecError(

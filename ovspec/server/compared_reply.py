@@ -1,4 +1,4 @@
-"""The reply to a comparison: two choices of a chat, and how their times and texts compare."""
+"""The reply of /compare: two choices of a chat, and the comparison of their times and texts."""
 
 from pydantic import Field
 
@@ -9,17 +9,18 @@ from ovspec.protocols.reply import ReplyModel
 
 
 class ComparisonReport(ReplyModel):
-    """How a text that was generated plainly and with speculation compares, by 'ovspec generate --compare'."""
+    """The comparison of plain decoding and speculation, as in 'ovspec generate --compare'."""
 
     turns: int = Field(description="Timed turns so far.")
     equal: bool | None = Field(default=None, description="Whether all texts have the same tokens.")
     equality_sentence: str = ""
     speedup: float | None = Field(
-        default=None, description="Of the median turn; null where speculation can't be its cause."
+        default=None, description="Of the median turn; null if speculation can't be the cause."
     )
     speedup_sentence: str = ""
     plain_per_second: float = Field(
-        default=0.0, description="Tokens after the first one: so far of the last turn, at the end of the median turn."
+        default=0.0,
+        description="Tokens after the first: of the last turn during the comparison, of the median turn at the end.",
     )
     speculative_per_second: float = 0.0
 
@@ -31,13 +32,13 @@ class ComparedChat(ChatCompletion):
 
 
 class ComparedChunk(Chunk):
-    """A chunk of both texts' stream; those after the texts have a comparison and no choices."""
+    """A chunk of the stream of both texts; after the texts, chunks have a comparison and no choices."""
 
     comparison: ComparisonReport | None = None
 
 
 class ComparingReplyMaker(ChatReplyMaker):
-    """The reply to a comparison: a chat's with two choices, and the comparison. ``report``: of all turns."""
+    """Makes the reply of /compare: a chat with two choices, and ``report``, the comparison over all turns."""
 
     report = ComparisonReport(turns=0)
 

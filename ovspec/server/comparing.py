@@ -1,4 +1,4 @@
-"""/compare: a chat is answered plainly and with speculation, in turns, and the texts and times are compared."""
+"""/compare: answer a chat with plain decoding and with speculation, in turns, and compare texts and times."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -70,7 +70,7 @@ class CompareEndpoint:
         return prepared
 
     async def _generate(self, row: Row) -> AsyncGenerator[Piece | None]:
-        """Yield the pieces of a row, and None where nothing has come for long; judge its text at the end."""
+        """Yield the pieces of a row, and None after a long wait; validate its text at the end."""
         async with aclosing(generate_pieces(self._context, [row], time.monotonic())) as piece_batches:
             async for pieces in piece_batches:
                 if not pieces:
@@ -142,6 +142,6 @@ def add_compare_endpoint(app: FastAPI, context: ServerContext) -> None:
 
 
 async def exhaust(events: AsyncGenerator[bytes]) -> None:
-    """Let all events of a comparison be made."""
+    """Run a comparison to its end."""
     async for _ in events:
         pass

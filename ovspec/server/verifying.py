@@ -1,4 +1,4 @@
-"""/verify: a finished text is checked by one forward pass, between the rounds of other texts."""
+"""/verify: check a finished text with one forward pass, between the rounds of other texts."""
 
 import asyncio
 import time
@@ -22,17 +22,17 @@ from ovspec.server.preparation import check_stop_strings
 
 
 class VerifyReply(ReplyModel):
-    ok: bool = Field(description="Whether each token is the one that the model chooses there.")
+    ok: bool = Field(description="Whether each token is the model's own choice.")
     tokens: int
-    exact: int = Field(description="Tokens before the first one that the model doesn't choose.")
-    problem: str | None = Field(description="What else is wrong, such as the text's end.")
-    wrong_id: int | None = Field(None, description="The first token that the model doesn't choose.")
-    chosen_id: int | None = Field(None, description="The token that it chooses there; null where the text must end.")
+    exact: int = Field(description="Tokens before the first wrong token.")
+    problem: str | None = Field(description="Any other problem, such as a wrong end of the text.")
+    wrong_id: int | None = Field(None, description="The first wrong token.")
+    chosen_id: int | None = Field(None, description="The model's choice in its place; null if the text must end.")
 
 
 def add_verify_endpoint(app: FastAPI, context: ServerContext) -> None:
     """Add the endpoint that checks a finished text."""
-    summary = "Check by one forward pass that each token of a text is the model's choice."
+    summary = "Check with one forward pass whether each token of a text is the model's choice."
 
     @app.post("/verify", tags=["inside"], summary=summary)
     async def verify(body: VerifyRequest, http: Request) -> VerifyReply:

@@ -124,7 +124,7 @@ const actions = {
         if (!verdict.ok) return { ok: false, sentence: describeWrong(verdict, part) };
         exact += verdict.exact;
       }
-      return { ok: true, sentence: `Verified: each of the ${exact} tokens is the one that the model chooses there.` };
+      return { ok: true, sentence: `Verified: each of the ${exact} tokens is the model's own choice.` };
     } catch (error) {
       return { ok: false, sentence: error.message };
     }
