@@ -372,9 +372,9 @@ def test_a_new_format_is_one_file(tmp_path: Path) -> None:
     pytest.importorskip("click")
     shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "docs" / "how-to" / "add-a-tool-format.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"(?s) {3}```python\n(.*?) {3}```", page)
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```", page)
     file = tmp_path / "ovspec" / "params" / "tool_formats" / "example.py"
-    file.write_text(re.sub(r"(?m)^ {3}", "", block), encoding="utf-8")
+    file.write_text(block, encoding="utf-8")
     checks = CHECKS.replace("TMP", tmp_path.as_posix())
     done = subprocess.run([sys.executable, "-c", checks], cwd=tmp_path, env=own_environment(), capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
