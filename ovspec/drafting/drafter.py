@@ -28,17 +28,20 @@ NO_DRAFT_LIMITS = DraftLimits()
 
 
 class RowToDraft(NamedTuple):
-    """One row at the beginning of a round, in the drafter's view."""
+    """A row at the beginning of a round, as seen by drafters."""
 
-    sequence: Sequence  # the tokens so far; the round commits to it
+    sequence: Sequence  # the tokens so far; the round appends to it
     sampler: Sampler
-    budget: int  # maximum number of further tokens to commit, forced and proposed ones included
-    drafters_may_propose: bool = True  # whether drafters are asked; not before the first token, which must not wait
+    budget: int  # maximum number of further tokens, including forced and proposed tokens
+    drafters_may_propose: bool = True  # whether to ask drafters; not before the first token, to keep its latency low
     draft_limits: DraftLimits = NO_DRAFT_LIMITS
-    logits_rows: int = 1  # logits needed at the end of the text
+    logits_rows: int = 1  # number of positions with logits at the end of the text
 
     def draft_budget(self, drafter_name: str | None = None) -> int:
-        """Return how many tokens the drafter, or any, may propose; one of the budget is the target's own."""
+        """Return the maximum number of tokens the drafter (None: any drafter) may propose.
+
+        A token of the budget is left for the target's own.
+        """
         limits = self.draft_limits
         if not self.drafters_may_propose:
             return 0
@@ -71,7 +74,7 @@ class Drafter:
 
     name = ""  # the name in statistics; by default the class name
     vocabulary: KnownTokenIds = ALL_IDS  # set by the model: other ids are never proposed
-    seconds = 0.0  # spent in inference so far
+    seconds = 0.0  # time spent in forward passes so far
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
         """Return at most ``budget`` ids likely to follow ``tokens`` (n,) int64, which must not be modified."""
