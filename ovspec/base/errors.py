@@ -4,9 +4,9 @@ import errno
 
 
 class OvspecError(Exception):
-    """A problem for the user to fix. The message is a single sentence, with the remedy.
+    """A problem for the user to fix; the message is a single sentence, with the remedy.
 
-    Options are written as in Python, in backticks: `draft` or `draft='lookup'`; the command line shows them as flags.
+    Messages name options in Python's form, in backticks: `draft` or `draft='lookup'`. The command line shows flags.
     """
 
 

@@ -66,10 +66,11 @@ class RowToDraft(NamedTuple):
 
 
 class Drafter:
-    """Proposes tokens for every row of a batch; reads only committed tokens and its own guesses.
+    """The base class of drafters, for your own drafter; a row is one text of a batch.
 
-    A custom drafter needs only ``guess``; its attribute ``name``, by default the class name, is its name in statistics.
-    The other methods are for drafters with state for each row.
+    A custom drafter needs only ``guess``. Its attribute ``name``, by default the class name, is its name in statistics.
+    A drafter with state per row also implements ``reset`` and ``reorder``. A drafter for all rows at once overrides
+    ``propose``.
     """
 
     name = ""  # the name in statistics; by default the class name
@@ -77,11 +78,11 @@ class Drafter:
     seconds = 0.0  # time spent in forward passes so far
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
-        """Return at most ``budget`` ids likely to follow ``tokens`` (n,) int64, which must not be modified."""
+        """Return at most ``budget`` ids likely to follow ``tokens``, the text so far, (n,) int64; don't modify it."""
         raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget).")
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
-        """Return a proposal for every row, cut to the length the lookahead finds worthwhile."""
+        """Return a proposal for each of ``rows``, cut to the most profitable length by the lookahead."""
         budgets = [row.draft_budget(self.name) for row in rows]
         if not lookahead.should_draft(self.name, 0, budgets):
             return [NO_PROPOSAL] * len(rows)
@@ -91,10 +92,10 @@ class Drafter:
         ]
 
     def reset(self, rows: int) -> None:
-        """Forget everything and start over with ``rows`` rows."""
+        """Drop the state of all rows, and start over with ``rows`` empty rows; called before any other method."""
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i a copy of old row ``rows[i]``, or an empty row, as ``Decoder.reorder`` does."""
+        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is -1."""
 
     def _guess_for_row(self, row: RowToDraft, budget: int) -> Proposal:
         if not budget:

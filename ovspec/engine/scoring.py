@@ -104,7 +104,10 @@ def group_texts_by_inference(texts: list[np.ndarray], scoring_start: int) -> Ite
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a text: exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
+    """Perplexity of a text: exp of ``nats``, the mean negative log-probability of ``scored`` tokens.
+
+    ``context``: tokens per window. ``seconds``: duration of the measurement.
+    """
 
     perplexity: float
     nats: float
