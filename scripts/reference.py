@@ -183,7 +183,7 @@ def type_name(kind: Any) -> str:
 
 
 def prose(what: Any, leave_out: Collection[str] = ()) -> str:
-    """Return a docstring as Markdown: arguments become list items, and lines of a paragraph one line."""
+    """Return a docstring as Markdown: arguments become list items, and a paragraph's lines a single line."""
     paragraphs: list[list[str]] = [[]]
     for line in (inspect.getdoc(what) or "").split("\n"):
         bare = line.strip()
