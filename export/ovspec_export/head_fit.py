@@ -27,9 +27,9 @@ OTHER_HEAD_ADVICE = "choose a head made for this target"
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The sizes of a head that must fit its target.
+    """The sizes of a head, to compare with its target.
 
-    states_width: width of the states it reads, of ``tap_count`` layers together.
+    states_width: width of its input states, of ``tap_count`` layers together.
     tap_layers: these layers, or None for the default; empty for the lm_head's input.
     proposed_ids: the target's ids of the head's tokens.
     is_proposable: for each of the target's ids, whether the head can propose it.
@@ -128,7 +128,7 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
 
 
 def check_head_fits(target: Source, head: HeadSource) -> list[int]:
-    """Return the target layers whose inputs the head reads; empty for the lm_head's input.
+    """Return the target layers with the head's inputs; empty for the lm_head's input.
 
     Raises:
         OvspecError: the head was made for a target of another width, vocabulary or number of layers.

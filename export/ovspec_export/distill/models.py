@@ -33,7 +33,7 @@ def choose_kind_draft_and_layers(
     trim_vocabulary: int | None,
     draft_vocabulary: int | None,
 ) -> tuple[ResultKind, Source | None, list[int] | None]:
-    """Return the kind of result, the draft to start from, and the target layers whose inputs the head reads.
+    """Return the kind of result, the draft to start from, and the target layers with the head's inputs.
 
     Args:
         draft_name: the option ``draft``. kind, trim_vocabulary, draft_vocabulary: the options of these names.
@@ -175,7 +175,7 @@ def find_checkpoint_of_export(source: Source) -> Source | None:
 
 
 def find_manifest_entry(folder: Path) -> ExportedModel | None:
-    """Return the manifest entry of the model in ``folder``, which may be the draft in its target's folder."""
+    """Return the manifest entry of the model in ``folder``, even for a draft in its target's folder."""
     if manifest := read_manifest(folder):
         return manifest.target
     if folder.resolve().name == DRAFT_FOLDER and (manifest := read_manifest(folder.resolve().parent)):
