@@ -238,9 +238,10 @@ def text_from_json(entry: JsonObject) -> str:
 
 
 def result_from_json(data: JsonObject) -> Result:
-    """Return a result from the JSON of ``ovspec generate --json`` or of the server.
+    """Return a result, for ``LanguageModel.verify``, from the JSON of ``ovspec generate --json`` or of the server.
 
-    data: the printed object, or a choice of OpenAI's older APIs, a response, or a message of Anthropic's API.
+    data: the printed object; or from the server, with ``return_record`` in the request: a choice of a chat or text
+        completion, a whole response of the Responses API, or a message of Anthropic's API.
 
     Raises:
         OvspecError: the object isn't a result, or has no record.

@@ -82,7 +82,10 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget).")
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
-        """Return a proposal for each of ``rows``, cut to the most profitable length by the lookahead."""
+        """Return a proposal for each of ``rows``; by default the ids from ``guess``, cut to the most profitable length.
+
+        The types are in ``ovspec.drafting``: ``drafter``, ``lookahead`` and ``proposal``.
+        """
         budgets = [row.draft_budget(self.name) for row in rows]
         if not lookahead.should_draft(self.name, 0, budgets):
             return [NO_PROPOSAL] * len(rows)
