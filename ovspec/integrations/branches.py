@@ -41,8 +41,8 @@ class LogitsRequestCounts(ProposalStats):
     """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
-    answered: int = 0  # requests without an inference
-    inferences: int = 0  # of the target
+    answered: int = 0  # requests without a forward pass
+    inferences: int = 0  # forward passes of the target
     read: int = 0  # text tokens read by the target, without proposed tokens
     forks: int = 0  # branches started as a copy of another
 
