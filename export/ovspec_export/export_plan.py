@@ -31,7 +31,7 @@ class ExportPlan:
     compressions: for the target and for a draft, even a draft made from the target's first layers.
     chat_template: the target's template in place of its own.
     draft_ids: the ids proposed by the draft, (n,); None for all.
-    tap_layers: the target layers with the head's inputs; empty for the lm_head's input, None without a head.
+    tap_layers: the target layers whose inputs the head reads; empty for the lm_head's input, None without a head.
     """
 
     sources: list[Source]

@@ -128,7 +128,7 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
 
 
 def check_head_fits(target: Source, head: HeadSource) -> list[int]:
-    """Return the target layers with the head's inputs; empty for the lm_head's input.
+    """Return the target layers whose inputs the head reads; empty for the lm_head's input.
 
     Raises:
         OvspecError: the head was made for a target of another width, vocabulary or number of layers.

@@ -30,7 +30,7 @@ class HeadLayout:
 
     vocab_size: the number of the target's tokens. draft_vocab_size: the number of the head's tokens.
     tap_count: the number of target layers fused into a feature. target_hidden_size: the width of each.
-    tap_layers: the target layers with the head's inputs; None for the target's default.
+    tap_layers: the target layers whose inputs the head reads; None for the target's default.
     fused_norm: the normalisation of fused states: "" for none, "before_fc" (all together) or "fc" (by layer).
     norm_before_residual: the residual is the normalised feature.
     norm_before_head: the lm_head reads the normalised output.
@@ -202,7 +202,7 @@ def build_head_layout(
 
 
 def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
-    """Return the target layers with a head's inputs, or None if its config has none.
+    """Return the target layers whose inputs a head reads, or None if its config has none.
 
     speculators numbers them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
     """
@@ -215,12 +215,12 @@ def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
 
 
 def choose_default_tap_layers(layer_count: int) -> list[int]:
-    """Return the target layers with a head's inputs if its config has none."""
+    """Return the target layers whose inputs a head reads if its config has none."""
     return [2, layer_count // 2, layer_count - 3]
 
 
 def choose_new_head_tap_layers(layer_count: int) -> list[int]:
-    """Return the target layers with a new head's inputs."""
+    """Return the target layers whose inputs a new head reads."""
     tap_layers = choose_default_tap_layers(layer_count)
     if tap_layers[0] < tap_layers[1] < tap_layers[2]:
         return tap_layers

@@ -303,7 +303,7 @@ def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
 def convert_head_to_ir(head: HeadModule, tap_layers: list[int]) -> ov.Model:
     """Return a head as a stateful model.
 
-    tap_layers: the target layers with its inputs; empty for the lm_head's input.
+    tap_layers: the target layers whose inputs it reads; empty for the lm_head's input.
     """
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 

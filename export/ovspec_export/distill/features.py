@@ -75,7 +75,7 @@ def write_features(
 
     Args:
         model: the exported target.
-        layers: the target layers with inputs to keep, besides its lm_head's input; None for a draft model, because it
+        layers: the target layers whose inputs are kept, besides its lm_head's input; None for a draft model, because it
             learns from choices alone.
         checkpoint: the target's, for torch to compute the features in place of OpenVINO, on ``torch_device``.
         model_type: its family.

@@ -129,7 +129,7 @@ def train_head(
     Args:
         model: the exported target.
         work_folder: the folder with the documents and the target's features.
-        layers: the target layers with the head's inputs.
+        layers: the target layers whose inputs the head reads.
         draft_vocabulary: number of target tokens the head can propose.
         start_checkpoint: the checkpoint of a head to start from; a new head by default.
     """

@@ -33,7 +33,7 @@ def choose_kind_draft_and_layers(
     trim_vocabulary: int | None,
     draft_vocabulary: int | None,
 ) -> tuple[ResultKind, Source | None, list[int] | None]:
-    """Return the kind of result, the draft to start from, and the target layers with the head's inputs.
+    """Return the kind of result, the draft to start from, and the target layers whose inputs the head reads.
 
     Args:
         draft_name: the option ``draft``. kind, trim_vocabulary, draft_vocabulary: the options of these names.

@@ -84,7 +84,7 @@ class DistillPlan:
     target: the model, as named. origin: the name and revision of its checkpoint.
     torch_checkpoint: the target's, if torch computes hidden states on another device.
     draft: a checkpoint, or None; to be trimmed, perhaps an IR.
-    tap_layers: the target layers with the head's inputs; empty for an MTP layer, None for a draft model.
+    tap_layers: the target layers whose inputs the head reads; empty for an MTP layer, None for a draft model.
     """
 
     options: DistillOptions
