@@ -108,8 +108,8 @@ def convert_eagle_head(
 ) -> None:
     """Write the EAGLE-3 head ``source`` as an IR into ``folder``.
 
-    tap_layers: the target layers whose inputs the head reads. target: the target's checkpoint, or "". states_file: a file
-    with these inputs for some text.
+    tap_layers: the target layers whose inputs the head reads. target: the target's checkpoint, or "". states_file: a
+    file with these inputs for some text.
     """
     from ovspec_export.heads import convert_head_to_ir, load_head_checkpoint, read_target_embedding
 
