@@ -65,7 +65,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that 'ovspec --help' doesn't wait for openvino.
+    # Imported on first use, because 'ovspec --help' shouldn't wait for openvino.
     if name not in _HOMES:
         raise AttributeError(f"module 'ovspec' has no attribute {name!r}")
     import importlib

@@ -30,7 +30,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def problems() -> Iterator[str]:
-    """Yield a sentence for each thing that is wrong."""
+    """Yield a sentence for each problem."""
     for name, (most_lines, most_words) in LIMITS.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         for count, most, unit in ((text.count("\n"), most_lines, "lines"), (len(text.split()), most_words, "words")):

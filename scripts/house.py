@@ -1,12 +1,12 @@
-"""Count what makes code hard to read: names that say nothing, crowded lines, types that are left open.
+"""Count signs of code hard to read: meaningless names, crowded lines, open types.
 
     python3 scripts/house.py [FOLDER ...]      the table, by folder (by default the folders of ovspec and the exports)
-    python3 scripts/house.py --where COLUMN [FOLDER ...]   each place that a column counts
+    python3 scripts/house.py --where COLUMN [FOLDER ...]   each place counted in a column
     python3 scripts/house.py --check           exit with 1 if ovspec is above a limit, or a file or folder is too long
-    python3 scripts/house.py --draw 40 [--seed 1]          names drawn at random, to be guessed blind
+    python3 scripts/house.py --draw 40 [--seed 1]          names drawn at random, to guess their meaning blindly
 
-Every figure is per 1,000 lines. `pronouns` counts the uses of ``found`` and ``each`` as names; `vague` those of eight
-more. `Any` counts its other names, too (``JsonValue``, ``OptionValue``, ``TypeForm``), but not ``JsonObject``.
+Every figure is per 1,000 lines. `pronouns` counts the uses of ``found`` and ``each`` as names; `vague` the uses of
+eight more. `Any` counts its other names, too (``JsonValue``, ``OptionValue``, ``TypeForm``), but not ``JsonObject``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ANY = {"Any", "JsonValue", "OptionValue", "TypeForm"}
 LIMITS = {"pronouns": 3.0, "unpacking": 6.0, "conditional": 15.0, "Any": 10.0}  # uses per 1,000 lines of ovspec
 COLUMNS = (*LIMITS, "vague", "nested", "long")
 MAX_FILE_LINES = 600
-MAX_FOLDER_LINES = 3_500  # of ovspec's folders
-MAX_SCRIPT_LINES = 6_500  # of all scripts together
+MAX_FOLDER_LINES = 3_500  # per folder of ovspec
+MAX_SCRIPT_LINES = 6_500  # in all scripts together
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def name_of(node: ast.AST) -> str:
-    """Return the name that a node of the syntax tree uses or defines, or an empty string."""
+    """Return the name used or defined by a node of the syntax tree, or an empty string."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
             return name
@@ -44,7 +44,7 @@ def name_of(node: ast.AST) -> str:
 
 
 def columns_of(node: ast.AST) -> Iterator[str]:
-    """Yield the columns of the table that count a node."""
+    """Yield the table's columns for a node."""
     name = name_of(node)
     if name in PRONOUNS:
         yield "pronouns"
@@ -74,7 +74,7 @@ def nodes(folders: Iterable[Path]) -> Iterator[tuple[Path, ast.AST]]:
 
 
 def places(folder: Path) -> list[tuple[str, Path, int]]:
-    """Return column, file and line of everything that a folder's table counts, file by file."""
+    """Return column, file and line of everything counted in a folder, file by file."""
     counted = [
         (column, file, getattr(node, "lineno", 0)) for file, node in nodes([folder]) for column in columns_of(node)
     ]
@@ -86,7 +86,7 @@ def lines_of(folder: Path) -> int:
 
 
 def rates_of(folder: Path) -> dict[str, float]:
-    """Return the uses per 1,000 lines that each column counts in a folder."""
+    """Return the uses per 1,000 lines in a folder, by column."""
     counts = dict.fromkeys(COLUMNS, 0)
     for column, _, _ in places(folder):
         counts[column] += 1
@@ -102,7 +102,7 @@ def print_table(folders: list[Path]) -> None:
 
 
 def check() -> Iterator[str]:
-    """Yield a sentence for each limit that is exceeded."""
+    """Yield a sentence for each exceeded limit."""
     rates = rates_of(ROOT / "ovspec")
     for column, limit in LIMITS.items():
         if rates[column] > limit:
@@ -118,14 +118,14 @@ def check() -> Iterator[str]:
 
 
 def definitions(folders: list[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield each function and class with its file, except for the methods that Python calls."""
+    """Yield each function and class with its file, except for Python's special methods."""
     for file, node in nodes(folders):
         if isinstance(node, Definition) and not node.name.startswith("__"):
             yield node.name, file.relative_to(ROOT)
 
 
 def variables(folders: list[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield each variable, argument and field of two characters or more each time that a file sets it."""
+    """Yield each variable, argument and field of two characters or more, once per assignment in a file."""
     for file, node in nodes(folders):
         stored = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
         if (stored or isinstance(node, ast.arg)) and (name := name_of(node)) not in ("self", "cls") and len(name) > 1:

@@ -1,12 +1,12 @@
-"""Plant one bug at a time, and see that the quick tests find it.
+"""Plant bugs, each in a copy of the sources, and check that the quick tests find them.
 
     python scripts/planted.py                all bugs of planted.toml, two at a time
-    python scripts/planted.py lookup warp    those with one of these words in their name
-    python scripts/planted.py --list         their names
+    python scripts/planted.py lookup warp    the bugs with any of these words in their name
+    python scripts/planted.py --list         the names of the bugs
 
-The sources are copied to .cache/planted. All tests that the bugs name must pass in a copy without a bug; then each bug
-is planted in a copy, and one of its tests must fail. Exits with 1 if a bug is missed, breaks what it is planted in so
-that no test runs, or can't be planted because the code has moved: then planted.toml needs the new line.
+The sources are copied to .cache/planted. All tests of the bugs must pass in a copy without a bug; then each bug is
+planted in a copy, and at least one of its tests must fail. Exits with 1 if a bug is missed, if no test can run with it,
+or if it can't be planted because the code has changed: then update its line in planted.toml.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LIMIT = 600  # seconds for the tests of a bug
 QUICK = "not slow and not soak"
 
 Verdict = Literal["found", "MISSED", "BROKEN", "skipped"]
-PASSED, FAILED, TOO_LATE = 0, 1, 124  # exit codes of pytest; ours if its time was over
+PASSED, FAILED, TOO_LATE = 0, 1, 124  # exit codes of pytest; the last is ours, for a timeout
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A change of the product, and the tests that must fail with it.
+    """A change of the product, and the tests to fail with it.
 
-    file: what is changed, from the repository's root.
-    old, new: what stands there once, and what takes its place.
+    file: the changed file, from the repository's root.
+    old, new: a text occurring there once, and its replacement.
     tests: ids of quick tests.
     """
 
@@ -64,7 +64,7 @@ class Outcome:
     bug: Bug
     verdict: Verdict
     seconds: float
-    told: str  # the test that failed first, or the end of what pytest said
+    told: str  # the first failed test, or the end of pytest's output
 
 
 def known_bugs() -> list[Bug]:
@@ -73,7 +73,7 @@ def known_bugs() -> list[Bug]:
 
 
 def copy_sources(folder: Path) -> None:
-    """Make ``folder`` a copy of all files that git knows or that are new; bytecode and ``.cache`` are kept."""
+    """Make ``folder`` a copy of all tracked and new files; its bytecode and ``.cache`` are kept."""
     command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.decode().split("\0")
     names = {Path(name) for name in listed if name and (ROOT / name).is_file()}
@@ -86,22 +86,22 @@ def copy_sources(folder: Path) -> None:
 
 
 def copy_sound(folder: Path) -> None:
-    """Make ``folder`` a copy of the one without a bug, with its bytecode, which takes seconds to make."""
+    """Make ``folder`` a copy of the sources without a bug, including bytecode to save seconds of compilation."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(SOUND, folder, ignore=shutil.ignore_patterns(".cache"))
 
 
 def run_tests(folder: Path, tests: list[str], place: str, *options: str) -> tuple[int, str]:
-    """Run tests in a copy; return pytest's exit code and what it said."""
+    """Run tests in a copy; return pytest's exit code and output."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(folder), str(folder / "export"))),
         "PYTHONUTF8": "1",
         "OVSPEC_TESTS_PLACE": place,
-        "OVSPEC_TESTS_SOURCES": str(SOUND),  # of the test models, which a bug doesn't make anew
+        "OVSPEC_TESTS_SOURCES": str(SOUND),  # a bug doesn't make the test models again
     }
     if folder != SOUND:
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # so that no bytecode of a bug is left
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # leaves no bytecode of a bug
     command = (sys.executable, "-m", "pytest", "-rfE", "-p", "no:cacheprovider", "-m", QUICK, *options, *tests)
     try:
         done = subprocess.run(
@@ -123,7 +123,7 @@ def planted(bug: Bug, folder: Path) -> Iterator[None]:
     file, sound = folder / bug.file, SOUND / bug.file
     text = bug.planted_in(sound.read_text(encoding="utf-8"))
     file.write_text(text, encoding="utf-8", newline="\n")
-    # Bytecode is told apart by the time and size of its source.
+    # Python recognises outdated bytecode by its source's time and size.
     time_of_sound = sound.stat().st_mtime
     os.utime(file, (time_of_sound + 3600, time_of_sound + 3600))
     try:
@@ -139,7 +139,7 @@ def tried(bug: Bug, folder: Path, place: str) -> Outcome:
     verdict: Verdict = "BROKEN"
     if code == PASSED:
         verdict = "MISSED" if " passed" in said else "skipped"
-    elif code == FAILED or code < 0:  # or a signal has ended it, such as SIGFPE in OpenVINO
+    elif code == FAILED or code < 0:  # below 0: ended by a signal, such as SIGFPE in OpenVINO
         verdict = "found"
     failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", said)
     told = failed[1] if failed and verdict == "found" else "\n".join(said.splitlines()[-25:])
@@ -147,7 +147,7 @@ def tried(bug: Bug, folder: Path, place: str) -> Outcome:
 
 
 def try_all(bugs: list[Bug], workers: int) -> Iterator[Outcome]:
-    """Yield the outcomes as they come; each worker has a copy and a share of the cores of its own."""
+    """Yield the outcomes as they finish; each worker has its own copy and share of the cores."""
     places = SimpleQueue[int]()
     for number in range(workers):
         copy_sound(PLACE / f"bug-{number}")

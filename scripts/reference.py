@@ -52,8 +52,8 @@ def cli_reference() -> str:
 def python_reference() -> str:
     """Return signatures, docstrings and options of the public names."""
     parts = [
-        f"# Python\n\n{MADE}\nImport names from `ovspec`; `TextStream`, `AsyncTextStream`, `TokenLogprob` and "
-        "`Perplexity` are only returned. Shapes of arrays are in parentheses, such as (1, vocab). A prompt is a "
+        f"# Python\n\n{MADE}\nImport names from `ovspec`, except the return types `TextStream`, `AsyncTextStream`, "
+        "`TokenLogprob` and `Perplexity`. Shapes of arrays are in parentheses, such as (1, vocab). A prompt is a "
         "string, a list of token ids, a chat message (a dict with `role` and `content`), or a list of messages.\n",
         f"## load\n\n{signature('ovspec.load', ovspec.load)}\n\n{prose(ovspec.load, leave_out=LOAD_OPTIONS)}\n",
         f"Options:\n\n{option_table(LOAD_OPTIONS)}\n",
@@ -73,6 +73,8 @@ def python_reference() -> str:
         fields = "```text\n" + "\n".join(listed) + "\n```\n"
         parts.append("\n".join([f"## {kind.__name__}\n", prose(kind), "", fields, *rates, *([""] if rates else [])]))
     mark = "A saved state of a session's text, made by `Session.mark`; `Session.rewind` restores it."
+    read = ovspec.result_from_json
+    parts.append(f"## result_from_json\n\n{signature('ovspec.result_from_json', read)}\n\n{prose(read)}\n")
     parts.append(f"## Mark\n\n{mark}\n")
     parts.append(f"## OvspecError\n\n{prose(ovspec.OvspecError)}\n")
     parts.append(f"## ovspec.compat\n\n{signature('ovspec.compat.gpt_fast', gpt_fast)}\n\n{prose(gpt_fast)}\n")
@@ -183,7 +185,7 @@ def type_name(kind: Any) -> str:
 
 
 def prose(what: Any, leave_out: Collection[str] = ()) -> str:
-    """Return a docstring as Markdown: arguments become list items, and lines of a paragraph one line."""
+    """Return a docstring as Markdown: arguments become list items, and a paragraph's lines a single line."""
     paragraphs: list[list[str]] = [[]]
     for line in (inspect.getdoc(what) or "").split("\n"):
         bare = line.strip()

@@ -1,10 +1,10 @@
-"""Export a Hugging Face pair to OpenVINO IR: the only part of ovspec that needs torch and transformers."""
+"""Export a Hugging Face pair to OpenVINO IR: the only part of ovspec with a need for torch and transformers."""
 
 from __future__ import annotations
 
 import importlib.util
 
-import ovspec as ovspec  # before any import of openvino, which would then report its use
+import ovspec as ovspec  # before any import of openvino, to switch off its reports over the network
 
 for _name in ("torch", "transformers", "optimum", "nncf"):
     if importlib.util.find_spec(_name) is None:

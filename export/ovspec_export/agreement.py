@@ -25,18 +25,18 @@ SHORTEST_TEXT_TOKENS, LONGEST_TEXT_TOKENS = (
     320,
 )  # length of the text in tokens; longer than a window, if possible
 MAX_SINGLE_TOKEN_STEPS = 8  # tokens at the end of the text, fed one by one
-# Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, rounded again in
-# some parts of a model, differ by 0.001 to 0.02, and a different computation by 0.3 and more.
+# Largest allowed difference, as a share of the standard deviation of a position's logits. If a model rounds 16-bit
+# weights again in some parts, logits differ by 0.001 to 0.02; a wrong computation makes 0.3 and more.
 LOGITS_TOLERANCE = 0.1
 REPORT_ADVICE = "the wrong IR was deleted; please report the model's name to ovspec"
-TIED_POSITION_SHARE = 0.1  # share of the positions allowed to differ by more: where two experts tie, rounding chooses
+TIED_POSITION_SHARE = 0.1  # share of positions allowed to differ by more: rounding decides between tied experts
 
 
 def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: float = LOGITS_TOLERANCE) -> None:
     """Raise OvspecError if the IR in ``folder`` computes other logits than ``model``.
 
-    Both compute in f32: a text alone, and with its first two thirds in a ragged batch. Its last tokens are fed one by
-    one, to test the cache. The model's weights are converted, so the model is unusable afterwards.
+    Both compute in f32: a text alone, and in a ragged batch with its first two thirds. The last tokens are fed singly,
+    to test the cache. The model's weights are converted, so the model is unusable afterwards.
     """
     # With integer weights, OpenVINO would round the other factor of a product.
     properties = {"CACHE_DIR": "", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
@@ -64,7 +64,7 @@ def draw_token_ids(ir: CompiledIR) -> np.ndarray:
 
 
 def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the logits of every position of each row, (n, vocab) float32, computed as a batch."""
+    """Return the logits of every position, (n, vocab) float32, for each row of a batch."""
 
     def make_decoder() -> StatefulDecoder:
         return StatefulDecoder(ir, RollbackMethod("trim" if ir.kv_states else None, replay=bool(ir.recurrent_states)))
@@ -80,7 +80,7 @@ def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray
 
 
 def count_tokens_fed_singly(tokens: np.ndarray) -> int:
-    """Return the number of tokens at the end of a text to feed one by one."""
+    """Return the number of tokens at the end of a text to feed singly."""
     return min(MAX_SINGLE_TOKEN_STEPS, len(tokens) // 2)
 
 
@@ -112,8 +112,8 @@ def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) ->
 def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.ndarray]) -> float:
     """Return the difference of positions: the root mean square over the logits, in their standard deviations.
 
-    It is the largest over all but ``TIED_POSITION_SHARE`` of the positions, both of the positions read at once and of
-    the positions read one by one; infinity for logits that are not numbers.
+    It is the largest over all but ``TIED_POSITION_SHARE`` of the positions, both for positions read at once and for
+    positions read singly; infinity for NaN logits.
     """
     single_steps = count_tokens_fed_singly(ir_logits[-1])
     pairs = zip(ir_logits, checkpoint_logits, strict=True)

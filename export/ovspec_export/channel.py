@@ -37,6 +37,6 @@ def is_stop_requested() -> bool:
 
 
 def _wait_for_stop() -> None:
-    while os.read(0, 1024):  # not through sys.stdin, which would stay locked when the interpreter ends
+    while os.read(0, 1024):  # not through sys.stdin: it would stay locked at the end of the interpreter
         _stop_event.set()
     os._exit(1)

@@ -140,7 +140,7 @@ class CheckpointWeights:
 
         self._folder = folder
         self._quantisation = quantisation
-        # Each file is opened again for each tensor, so that pages already read can leave the memory.
+        # Each file is opened again for each tensor, to let pages already read leave the memory.
         self._files: dict[str, Path] = {}
         self._stored_dtypes: dict[str, str] = {}
         for file in sorted(folder.glob("model*.safetensors")):
@@ -276,7 +276,7 @@ class CheckpointWeights:
         return self._read_tensors([name])[name]
 
     def _read_tensors(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Return tensors as they are stored, except bf16 as f32."""
+        """Return tensors as stored, except bf16 as f32."""
         import torch
 
         return {

@@ -1,4 +1,4 @@
-"""Convert one checkpoint to an IR in a folder, each step in a separate process."""
+"""Convert a checkpoint to an IR in a folder, each step in a separate process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORKER_MODULE = "ovspec_export.worker"  # the module with the jobs
 MessageHandler = Callable[[JsonObject], None]
 POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; on Windows, Ctrl-C doesn't interrupt longer waits
 SMALLEST_GROUP_SIZE = 16  # weights with a shared scale
-KEPT_SIZE = 1.8  # of kept weights, at most, as a share of the source's: 5 bits become 8
+KEPT_SIZE = 1.8  # maximum size of kept weights, relative to the source's: 5 bits become 8
 JOB_FAILURES = {
     "export_with_optimum": "optimum-cli could not export the model",
     "convert_eagle_head": "the head could not be converted",
@@ -144,7 +144,7 @@ def convert_source(
 def convert_head(
     source: HeadSource, folder: Path, compression: Compression, target: Source, tap_layers: list[int], states_file: Path
 ) -> None:
-    """Write the IR of a head that reads the inputs of the target's ``tap_layers`` into ``folder``.
+    """Write the IR of a head on the inputs of the target's ``tap_layers`` into ``folder``.
 
     Args:
         states_file: the inputs of these layers for some text, if written by ``convert_source``.
@@ -386,7 +386,7 @@ def estimate_disk_space(source: Source, compression: Compression) -> float:
 
 
 def choose_group_size(source: Source, compression: Compression) -> Compression:
-    """Return ``compression`` with a group size that fits the weights' rows, if it has only int4 and no group size.
+    """Return ``compression`` with a group size for the weights' rows, if it has only int4 and no group size.
 
     Raises:
         OvspecError: a requested group size doesn't fit; nncf would say so only after the conversion.

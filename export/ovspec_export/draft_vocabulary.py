@@ -92,7 +92,7 @@ def choose_most_used_ids(
         special_ids: ids of special tokens, kept if the texts use them at all.
 
     Raises:
-        OvspecError: so many ids can't be kept.
+        OvspecError: ``count`` is out of range.
     """
     if not MIN_IDS <= count <= vocab_size:
         valid_counts_text = f"it must be from {MIN_IDS} to {vocab_size}, the size of the draft's vocabulary"

@@ -1,8 +1,8 @@
-"""Environments for families that the installed transformers can't export: overlay folders in the user's cache.
+"""Environments for families unsupported by the installed transformers: overlay folders in the user's cache.
 
-An overlay has other versions of a few packages, installed with ``pip install --no-deps --target`` from wheels whose
-checksums are fixed here. Only the exporting process sees it, at the front of its ``PYTHONPATH``. Nothing is installed
-into the user's own environment.
+An overlay has other versions of a few packages, installed with ``pip install --no-deps --target`` from wheels with
+fixed checksums. Only the exporting process sees it, at the front of its ``PYTHONPATH``. Nothing is installed into the
+user's own environment.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def prepare_environments(families_by_environment: dict[Environment, str]) -> Non
 
 
 def prepare_environment_variables(environment: Environment | None, families: str) -> dict[str, str]:
-    """Return the variables that a process needs to see an environment, which is prepared first; {} for our own."""
+    """Prepare an environment, and return the variables for a process to use it; {} for our own environment."""
     if environment is None:
         return {}
     search_paths = [str(prepare_environment(environment, families)), os.environ.get("PYTHONPATH", "")]

@@ -1,4 +1,4 @@
-"""Measure what an export has lost: compare its IR with its checkpoint on a text."""
+"""Measure the loss of quality in an export: compare its IR with its checkpoint on a text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The weights of experts, stacked by transformers: one parameter has all experts' weights, for one or two products.
+"""The weights of experts, stacked by transformers: a parameter has all experts' weights, for a product or two.
 
-A graph has one constant, (experts, rows, columns), for each product. Its weights are read as one matrix, with the rows
-of one expert after another.
+A graph has a constant (experts, rows, columns) per product. Its weights are read as a single matrix, with the experts'
+rows one after another.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from ovspec_export.packed_weights import PackedWeights, unpack_rows
 
-SKELETON_WIDTH = 2  # of the experts in a model without the large weights
-# Name of a parameter -> the layers of an expert whose rows it holds, concatenated.
+SKELETON_WIDTH = 2  # the experts' width in a model without the large weights
+# Name of a parameter -> an expert's layers with its rows, concatenated.
 STACKED_LAYERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -22,8 +22,8 @@ STACKED_LAYERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_
 class ExpertStack:
     """A parameter with the weights of all experts.
 
-    matrices: the names of its matrices, one for each product, with the rows of all experts.
-    shape: of such a matrix in the graph, (experts, rows, columns).
+    matrices: the names of its matrices, one per product, with the rows of all experts.
+    shape: shape of such a matrix in the graph, (experts, rows, columns).
     widens: its products go from the hidden size to the experts' own width, not back.
     """
 
@@ -82,10 +82,10 @@ def list_expert_layers(matrix: str, expert_count: int) -> list[str]:
 
 
 def join_experts(experts: list[PackedWeights]) -> PackedWeights:
-    """Return the rows of all experts as one matrix of the same weights.
+    """Return the rows of all experts as a single matrix of the same weights.
 
     Raises:
-        ValueError: they differ in their groups, or one has reordered columns.
+        ValueError: they differ in their groups, or an expert has reordered columns.
     """
     if any(weights.column_order is not None for weights in experts):
         raise ValueError("reordered columns")

@@ -1,4 +1,4 @@
-"""Export a target and its draft, completely or not at all."""
+"""Export a target and its draft, atomically."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def export_pair(
     Args:
         target: a folder with a checkpoint or an IR, a GGUF file, or a hub id.
         draft: likewise, or an EAGLE-3 head or MTP layer for the target; "mtp" for the MTP layer of the target's
-            checkpoint, the default if there is one; "none" for none.
+            checkpoint, the default if it has an MTP layer; "none" for no draft.
         output: the folder to write.
         overwrite: replace, at the very end, an earlier export there.
         compression: the format of the target's weights; by default int8, and quantised weights are kept.

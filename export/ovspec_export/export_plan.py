@@ -27,8 +27,8 @@ from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templa
 class ExportPlan:
     """The models of an export, and its options.
 
-    sources: the target's and, if there is one, the draft's.
-    compressions: of the target and of a draft, even of a draft made from the target's first layers.
+    sources: the target's and, if any, the draft's.
+    compressions: for the target and for a draft, even a draft made from the target's first layers.
     chat_template: the target's template in place of its own.
     draft_ids: the ids proposed by the draft, (n,); None for all.
     tap_layers: the target layers whose inputs the head reads; empty for the lm_head's input, None without a head.
@@ -94,7 +94,7 @@ def plan_export(
     tap_layers = check_head_fits(target_source, draft_head) if draft_head else None
     for source in sources:
         if not source.is_ir:
-            # Prepared before any conversion, so that a missing version is noticed at once.
+            # Prepared before any conversion, to notice a missing version at once.
             prepare_environment_variables(source.family.environment, source.model_type)
     inherited_compression = None if compression == KEPT else compression
     compression, draft_compression = (

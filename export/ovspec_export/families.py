@@ -1,4 +1,4 @@
-"""What each model family needs for an export: an environment, and changes to optimum, each with its reason.
+"""The needs of each model family for an export: an environment, and changes to optimum, each with its reason.
 
 A family is the ``model_type`` of a checkpoint's config. Families without an entry are refused.
 ``tests/export/test_patches.py`` fails when a change here is no longer needed.
@@ -22,10 +22,10 @@ class Family:
 
     environment: an overlay, if the installed transformers can't export it.
     ignores_version_limit: ignore optimum's limit for the version of transformers; our tests show it isn't needed.
-    alias_of: the family whose export config optimum uses for this family, which it doesn't know.
+    alias_of: for a family unknown to optimum, the family with the export config to use.
     experts_implementation: how transformers computes experts during tracing; its default can't be converted.
     patches: functions of ``patches.py`` to call before the export.
-    remote_code: the checkpoint has its own code, which needs ``--trust-remote-code``.
+    remote_code: the checkpoint has its own code, and needs ``--trust-remote-code``.
     untested: this project's tests never export it.
     """
 
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family(alias_of="mistral"),
     "olmo3": Family(alias_of="olmo2"),
     "glm4_moe": Family(alias_of="qwen3_moe", experts_implementation="batched_mm"),
-    # optimum's patches import cache classes that transformers 5.5 no longer has.
+    # optimum's patches import cache classes missing in transformers 5.5.
     "qwen3_5_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
     "qwen3_5_moe_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
     "lfm2": Family(TRANSFORMERS_5_2),
@@ -101,7 +101,7 @@ TEXT_MODEL_CLASSES = {
     "qwen2_5_vl": {"qwen2": "Qwen2ForCausalLM"},
     "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
 }
-# Families whose config.json may have the text model's entries next to its own, without a ``text_config``.
+# Families with the text model's entries possibly at the top of config.json, without a ``text_config``.
 FLAT_CONFIG_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
 
@@ -109,9 +109,9 @@ FLAT_CONFIG_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 class TextOnlyFamily:
     """A family equal to ``family`` for text alone.
 
-    A token of a text has the same position in time, height and width, so its three rotary embeddings are one.
+    A token of a text has the same position in time, height and width, so its three rotary embeddings are the same.
 
-    config_defaults: of its config in transformers, where they differ from ``family``'s.
+    config_defaults: the defaults of its config in transformers that differ from ``family``'s.
     """
 
     family: str
@@ -127,7 +127,7 @@ TEXT_ONLY_FAMILIES = {
     "qwen2_5_vl_text": TextOnlyFamily("qwen2", QWEN2_VL_DEFAULTS),
     "qwen3_vl_text": TextOnlyFamily("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
 }
-# Families that optimum registers, but whose export fails.
+# Families registered by optimum, but with a failing export.
 NEEDS_OLD_TRANSFORMERS = "optimum exports it only with transformers 4.55 and older"
 UNSUPPORTED_FAMILIES = {
     "mamba2": "unknown to optimum-intel",

@@ -29,7 +29,7 @@ SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file manager
 
 
 def check_output_folder(output: Path, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` has files that ovspec didn't make or, without ``overwrite``, a pair."""
+    """Raise OvspecError if ``output`` has files not made by ovspec or, without ``overwrite``, a pair."""
     if output.exists() and not output.is_dir():
         raise OvspecError(f"{output}: is a file; choose another `output`.")
     restore_backup(output)
@@ -57,18 +57,18 @@ def check_files_closed(output: Path) -> None:
 
 
 def open_files_error(output: Path) -> OvspecError:
-    """Return the error for an export whose files are open."""
+    """Return the error for an export with open files."""
     advice = "stop the program using it, such as 'ovspec serve'"
     return OvspecError(f"{output}: its files are open, so the old export was kept; {advice}, and export again.")
 
 
 def find_foreign_file(folder: Path) -> str | None:
-    """Return a file in ``folder`` that its manifest doesn't list, or None."""
+    """Return a file in ``folder`` missing in its manifest, or None."""
     return next(find_foreign_files(folder), None)
 
 
 def find_foreign_files(folder: Path) -> Iterator[str]:
-    """Yield the files in ``folder`` that its manifest doesn't list; in an unfinished export all files are ours."""
+    """Yield the files in ``folder`` missing in its manifest; in an unfinished export all files are ours."""
     manifest = read_raw_manifest(folder)
     if manifest.get("unfinished"):
         return
@@ -161,7 +161,7 @@ def replace_folder(new_folder: Path, output: Path) -> None:
 def discard_backup(backup: Path) -> None:
     """Delete a backup, if it holds only an export.
 
-    It is renamed first, so that half a folder is never taken for an export.
+    It is renamed first, because half a folder must never pass for an export.
     """
     if has_manifest(backup) and not find_foreign_file(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
@@ -184,7 +184,7 @@ def remove_export_folder(folder: Path) -> None:
 
 
 def name_partial_folder(output: Path) -> Path:
-    """Return a name for a folder that is not yet, or no longer, an export."""
+    """Return a name for a folder before it becomes an export, or before its deletion."""
     return output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
 
 
@@ -203,7 +203,7 @@ def check_disk_space(
 
 
 def link_or_copy(source_file: Path, new_file: Path) -> None:
-    """Make ``new_file`` a link to the same file, or a copy where the disk has no links."""
+    """Make ``new_file`` a link to the same file, or a copy if the disk has no links."""
     try:
         os.link(source_file, new_file)
     except OSError:

@@ -158,5 +158,5 @@ def convert_gguf_tensor(
     weights = np.array(processed_tensor.weights, np.float32)
     shape = hf_shapes.get(hf_names[processed_tensor.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:
-        weights = weights.reshape(shape)  # files store a matrix of one row as a matrix or as a vector
+        weights = weights.reshape(shape)  # files store a matrix with a single row as a matrix or as a vector
     tensors[hf_names[processed_tensor.name]] = torch.from_numpy(weights)

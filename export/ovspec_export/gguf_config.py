@@ -1,7 +1,7 @@
 """The config of a GGUF file's original Hugging Face checkpoint, reconstructed from its metadata.
 
 transformers' own reader omits unknown entries (scaled rotary embeddings, soft caps, widths of experts), so its model
-computes something else. Here an unknown entry is an error.
+may be wrong. Here an unknown entry is an error.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
         raise ValueError(f"the unknown RoPE scaling {scaling_method!r}")
-    if headers.architecture == "gemma3":  # this form says that its layers with a window aren't scaled
+    if headers.architecture == "gemma3":  # in this form, layers with a window aren't scaled
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
         return {

@@ -148,7 +148,7 @@ def read_gguf_headers(path: Path) -> GgufHeaders:
 
 
 def read_shard_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
-    """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf_headers``."""
+    """Return the metadata and the tensors of a file; raises OvspecError like ``read_gguf_headers``."""
     with file.open("rb") as stream:
         if stream.read(4) != MAGIC:
             raise OvspecError(f"{file}: not a GGUF file; give a GGUF file or a checkpoint folder.")

@@ -1,4 +1,4 @@
-"""The rules by which a GGUF file's byte-level BPE cuts texts into words, by their names in ``tokenizer.ggml.pre``."""
+"""The rules of a GGUF file's byte-level BPE for cutting texts into words, by their names in ``tokenizer.ggml.pre``."""
 
 from __future__ import annotations
 

@@ -67,12 +67,12 @@ def build_gguf_tokenizer(entries: JsonObject, name: str) -> PreTrainedTokenizerF
 
 
 def read_end_ids(entries: JsonObject, name: str = "the GGUF file") -> list[int]:
-    """Return the ids that end a text: EOS first, then the ids of other roles and of known texts."""
+    """Return the ids to end a text: EOS first, then the ids of other roles and of known texts."""
     return read_vocabulary(read_tokenizer_metadata(entries, name), entries, name).end_ids
 
 
 def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer | None:
-    """Return the rules for cutting texts into words; None for SentencePiece, which doesn't cut them."""
+    """Return the rules for cutting texts into words; None for SentencePiece, because it doesn't cut texts."""
     if metadata.model == "llama":
         return None
     if metadata.model not in ("gpt2", "gemma4"):
@@ -110,7 +110,7 @@ def build_byte_level_bpe(
 
 
 def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabulary, name: str) -> Tokenizer:
-    """Return SentencePiece's BPE: the two neighbours that make the token with the best score are merged first."""
+    """Return SentencePiece's BPE: the two neighbours with the best score as a merged token are merged first."""
     scores = list(metadata.scores or [0.0] * len(vocabulary.tokens))
     if len(scores) < len(vocabulary.tokens):
         raise damaged_tokenizer_error(name, f"only {len(scores)} of {len(vocabulary.tokens)} tokens have a score")
@@ -122,7 +122,7 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
         if not metadata.add_space_prefix:
             separate_symbols = make_spaces_normal_tokens(vocabulary, scores)
         merges = list(derive_merges(vocabulary, scores))
-    else:  # converted from a checkpoint that has merges instead
+    else:  # converted from a checkpoint with merges instead of scores
         merges = read_merges(metadata, vocabulary.token_ids, name)
     tokenizer = build_character_bpe(vocabulary, merges, metadata.add_space_prefix)
     if separate_symbols:
@@ -131,7 +131,7 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
 
 
 def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], space_before: bool) -> Tokenizer:
-    """Return BPE of characters, with bytes for unknown ones. ``space_before``: texts get a space in front."""
+    """Return BPE of characters, with bytes for unknown characters. ``space_before``: texts get a space in front."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown_token = vocabulary.tokens[vocabulary.role_ids["unknown"]] if "unknown" in vocabulary.role_ids else None
@@ -164,8 +164,8 @@ def keep_symbols_apart(tokenizer: Tokenizer) -> None:
 def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -> bool:
     """Turn user-defined tokens for several spaces, as in Gemma's files, into normal tokens.
 
-    Merged before all others, they are found in the same places of the text. OpenVINO's tokenizer would miss some of
-    them. Returns whether the file spells them with spaces, so that they don't represent symbols.
+    Merged before all others, they are found in the same places of the text. OpenVINO's tokenizer would miss some
+    user-defined tokens. Returns whether the file spells them with spaces; they then don't represent symbols.
     """
     are_spelt_with_spaces = False
     token_ids = vocabulary.token_ids
@@ -190,23 +190,23 @@ def make_spaces_normal_tokens(vocabulary: GgufVocabulary, scores: list[float]) -
 
 
 def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of tokens that form a token, the best token first; of equally good tokens, the longest first.
+    """Yield the pairs of tokens forming a token, the best token first; of equally good tokens, the longest first.
 
-    So a run of spaces or of line ends, whose tokens share a score, grows from its left end.
+    So runs of spaces or line ends, with the same score for all lengths, grow from their left end.
     """
     token_ids = vocabulary.token_ids
     scored_tokens = zip(scores, vocabulary.tokens, strict=False)
     for _, token in sorted(
         scored_tokens, key=lambda scored_token: (scored_token[0], len(scored_token[1])), reverse=True
     ):
-        # Of two overlapping pairs, SentencePiece merges the left one: in "ab a ba", the pair cut further right.
+        # Of two overlapping pairs, SentencePiece merges the left pair: in "ab a ba", the pair cut further right.
         for cut_index in range(len(token) - 1, 0, -1):
             if token[:cut_index] in token_ids and token[cut_index:] in token_ids:
                 yield token[:cut_index], token[cut_index:]
 
 
 def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: str) -> list[tuple[str, str]]:
-    """Return the file's merges in order; raise OvspecError if there are none or one doesn't fit the tokens."""
+    """Return the file's merges in order; raise OvspecError if there are none, or a merge doesn't fit the tokens."""
     if not metadata.merges:
         raise damaged_tokenizer_error(name, "it has no merges")
     merges = {}

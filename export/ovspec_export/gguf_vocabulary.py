@@ -1,6 +1,7 @@
-"""The tokens of a GGUF file: their texts, types and roles, and the tokens that end a text.
+"""The tokens of a GGUF file: their texts, types and roles, and the tokens to end a text.
 
-llama.cpp corrects files' data about special tokens, by the tokens' texts; this does the same, with one exception.
+llama.cpp corrects a file's data about special tokens, by the tokens' texts. So does this module, with an exception
+(``HTML_TOKENS``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ MAX_TOKENS = 2**20  # four times the largest vocabulary
 MAX_TOKEN_CHARACTERS = 2**12  # characters
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 SPECIAL_TYPES = (UNKNOWN, CONTROL)  # add nothing to the text
-# Ids that llama.cpp assumes where the metadata has none; here only if the token is a special token.
+# Ids assumed by llama.cpp if the metadata has none; here only if the token is a special token.
 ASSUMED_ROLE_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
 ROLES = ("bos", "eos", "unknown", "padding")
-# Tokens, separated by spaces, whose role the metadata leaves out. They are special tokens.
+# Tokens, separated by spaces, of roles missing in the metadata. They are special tokens.
 ROLE_TOKENS = {
     "eot": "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
     "<｜end▁of▁sentence｜> <end_of_utterance>",
@@ -34,17 +35,17 @@ ROLE_TOKENS = {
     "fim_sep": "<|file_sep|>",
 }
 ENDING_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Tokens that end a text in every vocabulary that has them. They are special tokens, too.
+# Tokens to end a text, in every vocabulary with them. They are special tokens, too.
 ENDING_TOKENS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
     "[e~["
 )
-# Some of these tokens are also HTML: where a file says that they are user-defined, as in Gemma 3, they are only HTML,
-# and don't end a text. llama.cpp ends it.
+# A text-ending token may also be HTML: if it is user-defined in the file, as in Gemma 3, it is only HTML and doesn't
+# end a text. In llama.cpp it does.
 HTML_TOKENS = ("</s>",)
 VISIBLE_TOKENS = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # of gpt-oss; they are part of the text
-# In a vocabulary that has all tokens of a row, the last one doesn't end a text, and gets this type.
+# In a vocabulary with all tokens of an entry, its last token doesn't end a text, and gets this type.
 NOT_ENDING_TOKENS = {
     ("<|return|>", "<|call|>", "<|end|>"): USER_DEFINED,
     ("<|call|>", "<|flush|>", "<|end|>"): USER_DEFINED,
@@ -90,7 +91,7 @@ def read_tokenizer_metadata(entries: JsonObject, name: str) -> TokenizerMetadata
 
 
 def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str) -> GgufVocabulary:
-    """Return the tokens; raise OvspecError if two are equal, one is too long, or lists or ids don't fit them."""
+    """Return the tokens; raise OvspecError if two are equal, any is too long, or lists or ids don't fit them."""
     tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(metadata.tokens)]
     token_ids = {token: token_id for token_id, token in enumerate(tokens)}
     if len(token_ids) < len(tokens):

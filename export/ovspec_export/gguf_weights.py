@@ -92,7 +92,7 @@ class GgufWeights:
         return np.ascontiguousarray(values, np.float32).reshape(self._hf_shapes[name])
 
     def read_kept_values(self, name: str, with_offsets: bool) -> np.ndarray:
-        """Return the same, but matrices as ``read_matrix`` rounds them."""
+        """Return the same, but matrices as rounded by ``read_matrix``."""
         if stack := self._expert_stacks.get(name):
             return join_matrices(stack, self._read_kept_experts)
         if (is_transposed := self.list_matrices().get(name)) is None:
@@ -101,7 +101,7 @@ class GgufWeights:
         return np.ascontiguousarray(values.T if is_transposed else values).reshape(self._hf_shapes[name])
 
     def _read_kept_experts(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the values of each expert in a matrix as ``read_matrix`` rounds them, float32."""
+        """Yield the values of each expert in a matrix as rounded by ``read_matrix``, float32."""
         return unpack_experts(self.read_matrix(name, False), self._get_info(name).shape[0])
 
     def _read_experts(self, name: str) -> Iterator[np.ndarray]:
@@ -138,7 +138,7 @@ class GgufWeights:
         return self._headers.tensors[self._placements[name].file_name]
 
     def _place_experts(self, name: str) -> None:
-        """Find the place of an experts' tensor: which rows of a parameter a one-weight expert fills."""
+        """Find the place of an experts' tensor, by the parameter's rows filled by an expert with a single weight."""
         info = self._headers.tensors[name]
         hf_name, rows = self._process(name, np.ones((1, 1, 1), np.float32))
         stack = self._expert_stacks.get(hf_name or "")
@@ -149,7 +149,7 @@ class GgufWeights:
         self._placements[stack.matrices[int(rows.argmax())]] = Placement(name)
 
     def _place(self, name: str) -> None:
-        """Find a tensor's parameter and, by numbering its rows, where the parameter's rows come from."""
+        """Find a tensor's parameter and, by numbering its rows, the order of rows in the parameter."""
         info = self._headers.tensors[name]
         is_kept = is_kept_matrix(info)
         row_count = info.shape[0]
@@ -204,7 +204,7 @@ class GgufWeights:
 
 @contextlib.contextmanager
 def make_name_tables_once() -> Iterator[None]:
-    """Make transformers build gguf's table of tensor names once, not once for every module of a model."""
+    """Make transformers build gguf's table of tensor names only once, not again for every module of a model."""
     import gguf
 
     original_make = gguf.get_tensor_name_map
@@ -216,7 +216,7 @@ def make_name_tables_once() -> Iterator[None]:
 
 
 def is_kept_matrix(info: TensorInfo) -> bool:
-    """Return whether a tensor is stored in the IR as it is: a matrix not in f32."""
+    """Return whether a tensor is stored unchanged in the IR: a matrix not in f32."""
     return len(info.shape) == 2 and min(info.shape) > 1 and (info.is_quantised or info.type_name in ("F16", "BF16"))
 
 

@@ -1,4 +1,4 @@
-"""Check that the IR of a head computes the same as the head in torch, before its weights are compressed."""
+"""Check the outputs of a head's IR against the head in torch, before its weights are compressed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_co
 from ovspec_export.agreement import REPORT_ADVICE
 from ovspec_export.heads import HeadModule
 
-# Entries of a text, in order: several at once, some one by one with the head's own features, then several at once.
+# Entries of a text, in order: several at once, some singly with the head's own features, then several at once.
 FIRST_ENTRY_COUNT, UNROLLED_ENTRY_COUNT, LAST_ENTRY_COUNT = 9, 3, 4
 KNOWN_ENTRY_COUNT = FIRST_ENTRY_COUNT + LAST_ENTRY_COUNT  # entries with features of the target
-MISSING_ENTRY_COUNT = 4  # entries that the batch's second row lacks at its beginning
+MISSING_ENTRY_COUNT = 4  # entries missing at the beginning of the batch's second row
 # Largest difference of an output, root mean square, as a share of its own spread: rounding in f32 causes some 1e-6.
 OUTPUT_TOLERANCE = 1e-3
 
@@ -24,7 +24,7 @@ OUTPUT_TOLERANCE = 1e-3
 def check_head_ir(head: HeadModule, model: ov.Model, target_states: np.ndarray | None = None) -> None:
     """Raise OvspecError if ``model`` computes other features, logits or outputs than ``head``.
 
-    It reads a text step by step with a cache, as one of two rows; torch reads each row anew from its beginning.
+    It reads a text step by step with a cache, in a batch of two rows; torch reads each row anew from its beginning.
     target_states: the inputs of the target's layers for some text, (positions, width) float32; random if they don't
         fit.
     """
@@ -118,7 +118,7 @@ def compute_ir_outputs(
         request.infer(inputs)
         return {name: request.get_tensor(name).data.copy() for name in output_names}
 
-    # The fusing branch reads nothing else, so any other features do for its first run.
+    # The fusing branch reads no features, so its first run gets zeros.
     no_features = np.zeros((2, 1, request.get_tensor("hidden").shape[-1]), np.float32)
     fused_features = run_ir(0, 1, no_features, both_states)["fused"]
     request.reset_state()

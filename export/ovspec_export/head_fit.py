@@ -27,9 +27,9 @@ OTHER_HEAD_ADVICE = "choose a head made for this target"
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The sizes of a head that must fit its target.
+    """The sizes of a head, to compare with its target.
 
-    states_width: width of the states it reads, of ``tap_count`` layers together.
+    states_width: width of its input states, of ``tap_count`` layers together.
     tap_layers: these layers, or None for the default; empty for the lm_head's input.
     proposed_ids: the target's ids of the head's tokens.
     is_proposable: for each of the target's ids, whether the head can propose it.

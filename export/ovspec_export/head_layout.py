@@ -1,8 +1,8 @@
 """EAGLE-3 heads in the formats of AngelSlim, SpecForge and speculators: their sizes, options and tensors.
 
-A head is one decoder layer that drafts from the target's hidden states: entry i has token i + 1 and a feature fused
-from the inputs of some target layers at position i. It predicts token i + 2, and its own output is the next entry's
-feature where the target has computed none yet.
+A head is a decoder layer on the target's hidden states: entry i has token i + 1 and a feature fused from the inputs of
+some target layers at position i. It predicts token i + 2. Its own output is the next entry's feature if the target
+hasn't computed that position yet.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class HeadLayout:
 
     vocab_size: the number of the target's tokens. draft_vocab_size: the number of the head's tokens.
     tap_count: the number of target layers fused into a feature. target_hidden_size: the width of each.
-    tap_layers: the layers whose inputs are read; None for the default, which depends on the target.
-    fused_norm: where the fused states are normalised: "" for nowhere, "before_fc" (together) or "fc" (each layer's).
+    tap_layers: the target layers whose inputs the head reads; None for the target's default.
+    fused_norm: the normalisation of fused states: "" for none, "before_fc" (all together) or "fc" (by layer).
     norm_before_residual: the residual is the normalised feature.
     norm_before_head: the lm_head reads the normalised output.
     norm_output: the normalised output is the next feature, too.
@@ -106,7 +106,7 @@ def is_head_config(config: JsonObject) -> bool:
 
 
 def flatten_head_config(config: JsonObject) -> JsonObject:
-    """Return a head's config with the entries of its layer at the top level, where speculators nests them."""
+    """Return a head's config with the entries of its layer at the top level; speculators nests them."""
     flat_config = dict(config)
     layer_config = config.get(LAYER_CONFIG_ENTRY)
     if isinstance(layer_config, dict):
@@ -191,7 +191,7 @@ def build_head_layout(
         qk_norm=config.get("model_type") == "qwen3",
         fused_norm=fused_norm,
         norm_before_residual=bool(config.get("norm_before_residual")),
-        # The same name says whether the lm_head reads normalised states, which is usual, or the next entry does, too.
+        # ``norm_output`` is about the lm_head's input; in speculators, about the next entry's feature.
         norm_before_head=is_speculators or config.get("norm_output") is not False,
         norm_output=is_speculators and bool(config.get("norm_output")),
         rope_config={name: config[name] for name in rope_entries if config.get(name) is not None},
@@ -228,7 +228,7 @@ def choose_new_head_tap_layers(layer_count: int) -> list[int]:
 
 
 def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: str) -> None:
-    """Raise OvspecError if a head has parts that ``EagleHead`` lacks. tensor_names: empty if not known yet."""
+    """Raise OvspecError if a head has parts unsupported by ``EagleHead``. tensor_names: empty if not known yet."""
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
         raise OvspecError(
@@ -267,6 +267,6 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
 
 
 def read_rope_type(rope_config: JsonObject) -> str:
-    """Return the kind of a rotary embedding; the three axes of images (mrope) are one and the same for text."""
+    """Return the kind of a rotary embedding; the three axes of images (mrope) are the same for text."""
     rope_type = str(rope_config.get("rope_type") or rope_config.get("type") or "default")
     return "default" if rope_type == "mrope" else rope_type

@@ -39,7 +39,7 @@ KeyValueCache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads,
 class HeadModule(Protocol):
     """An EAGLE-3 head or an MTP layer.
 
-    output_names: of its outputs except the longer cache, which comes after them.
+    output_names: names of its outputs, without the extended cache after them.
     target_ids: the target's ids of the tokens it can propose, (n,) int64; None for all.
     """
 
@@ -63,7 +63,7 @@ class HeadModule(Protocol):
 
 
 class HeadAttention(nn.Module):
-    """Attention whose queries, keys and values come from an embedding and a feature, concatenated."""
+    """Attention with queries, keys and values computed from an embedding and a feature, concatenated."""
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def make_causal_mask(attention_mask: Tensor, new_count: int) -> Tensor:
 
 
 def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
-    """Return a config with the entries that transformers' rotary embedding reads: of the sizes, only head_dim."""
+    """Return a config with the entries for transformers' rotary embedding; head_dim is the only size."""
     config_entries = dict(layout.rope_config)
     for name in ("rope_scaling", "rope_parameters"):
         if name in config_entries:
@@ -290,7 +290,7 @@ def read_target_embedding(folder: Path) -> Tensor | None:
 
 
 def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint: safetensors, or else pickled files, of which only tensors are read."""
+    """Return the tensors of a checkpoint, from safetensors, or else from pickled files, without running their code."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("model*.safetensors"))

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: huggingface_hub fetches files into its own cache; errors here say what to do."""
+"""The Hugging Face hub: huggingface_hub fetches files into its own cache; errors here include the remedy."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PROJECTOR_PREFIX = "mmproj"  # prefix of the names of GGUF files for images
 
 @dataclass(frozen=True)
 class Repository:
-    """The files of a repository at one commit. sizes: their sizes in bytes, by path; 0 if unknown."""
+    """The files of a repository at a commit. sizes: their sizes in bytes, by path; 0 if unknown."""
 
     commit: str
     sizes: dict[str, int]
 
 
 def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
-    """Download a hub model's files that match ``patterns`` but not ``ignored_patterns``; return their folder.
+    """Download a hub model's files matching ``patterns`` but not ``ignored_patterns``; return their folder.
 
     Files in the hub's cache aren't downloaded again. ``name`` is for messages.
 
@@ -80,7 +80,7 @@ def read_repository(name: str, hub: HubName) -> Repository:
 
 
 def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str], ignored_patterns: str = "") -> int:
-    """Return the size of the files that ``download_snapshot`` would fetch, without files in the hub's cache."""
+    """Return the size of the files to fetch by ``download_snapshot``, without files in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     return sum(
@@ -93,7 +93,7 @@ def sum_missing_bytes(hub: HubName, repository: Repository, patterns: list[str],
 
 
 def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[str]:
-    """Return the GGUF file in a repository that a hub id names, with all its shards in order.
+    """Return the GGUF file named by a hub id in a repository, with all its shards in order.
 
     Raises:
         OvspecError: there is none of this quantisation; the message lists the others.
@@ -164,7 +164,7 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
 
 
 def make_bytes_shower(show: Callable[[str], object]) -> type[Any]:
-    """Return a class for huggingface_hub's progress bars that calls ``show`` with the bytes, and draws nothing."""
+    """Return a class for huggingface_hub's progress bars, to call ``show`` with the bytes instead of drawing."""
     from tqdm import tqdm
 
     class BytesShower(tqdm):  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint without its quantised weights, which are read in place."""
+"""A copy of a checkpoint without its quantised weights; they are read in place."""
 
 from __future__ import annotations
 

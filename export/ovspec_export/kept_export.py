@@ -1,4 +1,4 @@
-"""Exports a checkpoint whose weights are elsewhere: optimum converts a skeleton, then the weights are added."""
+"""Exports a checkpoint with its weights elsewhere: optimum converts a skeleton, then the weights are added."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def keeping_weights(folder: Path) -> Iterator[None]:
 
 
 def find_offset_matrices(model: PreTrainedModel, kept: KeptWeights) -> frozenset[str]:
-    """Return the names of the matrices whose groups may have offsets; none where offsets aren't faster.
+    """Return the names of the matrices with offsets allowed in their groups; none if offsets aren't faster here.
 
     They are all but the embedding and the lm_head, because the graphs of these may be changed later.
     """

@@ -1,4 +1,4 @@
-"""Measures which of two forms of the same quantised weights this processor multiplies faster."""
+"""Measures the faster of two forms of the same quantised weights on this processor."""
 
 from __future__ import annotations
 

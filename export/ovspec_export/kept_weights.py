@@ -1,6 +1,6 @@
-"""Quantised weights that an export keeps: where they are, and what form each kind of tensor takes in the IR.
+"""Quantised weights kept in an export: their place, and the form of each kind of tensor in the IR.
 
-A checkpoint whose weights are elsewhere has the file ``WEIGHTS_FILE``, which names them.
+A checkpoint with its weights elsewhere has the file ``WEIGHTS_FILE`` with their path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KeptWeights(Protocol):
     def list_matrices(self) -> dict[str, bool]:
         """Return the kept matrices, and whether each is transposed in the model.
 
-        Experts' matrices, which aren't listed, are transposed. The other parameters are small, and become f32.
+        Experts' matrices aren't listed; they are transposed. The other parameters are small, and become f32.
         """
         ...
 
@@ -60,7 +60,7 @@ class KeptWeights(Protocol):
 
 @dataclass
 class KeptForms:
-    """The forms that matrices took, by the source's kind of tensor, and how many each."""
+    """The forms of the kept matrices, by the source's kind of tensor, with their counts."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -80,7 +80,7 @@ def has_kept_weights(folder: Path) -> bool:
 
 
 def write_first_layers_config(checkpoint: Path, layer_count: int, folder: Path) -> None:
-    """Copy a ``checkpoint`` whose weights are elsewhere to ``folder``, with a config of only its first layers."""
+    """Copy a ``checkpoint`` with its weights elsewhere to ``folder``, with a config of only its first layers."""
     shutil.copytree(checkpoint, folder)
     config: JsonObject = {
         name: layer_count if name in LAYER_KEYS else entry for name, entry in read_json(folder / "config.json").items()

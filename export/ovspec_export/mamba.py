@@ -1,7 +1,7 @@
 """Mamba's convolution and scan for any number of new tokens after any past, in place of optimum's.
 
-optimum's work for a whole prompt or a single token only, and its scan divides by a product of decays that becomes zero
-in a text of some length.
+optimum's work only for a whole prompt or a single token, and its scan divides by a product of decays; in a longer text,
+this product underflows to zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SelectiveScan(torch.nn.Module):
     """state[t] = state[t - 1] * decay[t] + drive[t]; output[t] = sum over N of state[t] * readout[t].
 
     decay, drive: (B, T, D, N). readout: (B, T, N). state: (B, D, N). Returns all outputs (B, T, D) and the last state,
-    flattened and concatenated, since a module converted by OpenVINO as one operation can only return one tensor.
+    flattened and concatenated: a module converted by OpenVINO as an operation can return only a single tensor.
     """
 
     def forward(

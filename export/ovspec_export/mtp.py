@@ -31,7 +31,7 @@ OWN_PARTS = ("fc.", "embedding_norm.", "feature_norm.")  # not made by transform
 
 
 class AppendingCache:
-    """A cache of one layer with transformers' interface: new keys and values are appended."""
+    """A layer's cache with transformers' interface: new keys and values are appended."""
 
     def __init__(self, cache: KeyValueCache) -> None:
         self.keys, self.values = cache
@@ -48,7 +48,7 @@ class AppendingCache:
 class MtpLayer(nn.Module):
     """A layer for multi-token prediction. Its logits come from the target's lm_head.
 
-    model: a model of transformers with this layer as its only one.
+    model: a model of transformers with this layer as its only layer.
     target_ids: the ids of the tokens it can propose, (n,) int64; None for all.
     lm_head: the target's rows for these tokens, in training.
     """
@@ -179,7 +179,7 @@ def load_mtp_layer(folder: Path, name: str, depth: int = 0, **loading_options: A
 
 
 def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str, loading_options: JsonObject) -> Any:
-    """Return a model of transformers with one layer and its norm, from tensors with this package's names."""
+    """Return a model of transformers with a single layer and its norm, from tensors with this package's names."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -1,9 +1,9 @@
 """Layers for multi-token prediction (MTP) in checkpoints: their tensors and their config.
 
 Such a layer drafts from the target's own final hidden states (DeepSeek-V3, arXiv 2412.19437). Entry i has the embedding
-of token i + 1 and the target's lm_head input at position i, each normalised; ``fc`` combines them into one state, the
+of token i + 1 and the target's lm_head input at position i, each normalised; ``fc`` combines them into a state, the
 input of a decoder layer like the target's. Its normalised output is the input of the target's lm_head, and also the
-next entry's feature where the target has computed none yet.
+next entry's feature if the target hasn't computed that position yet.
 
 Qwen names the tensors ``mtp.*``. DeepSeek and GLM append the layers to the target's own.
 """
@@ -40,8 +40,8 @@ def find_mtp_layers(names: Iterable[str], config: JsonObject) -> list[dict[str, 
     """Return for each layer this package's names of its tensors, by their names in the checkpoint.
 
     Args:
-        names: of all tensors, with or without the prefix of a text model among others.
-        config: the text model's; it says how many layers there are without these.
+        names: names of all tensors, with or without the prefix of a text model among other parts.
+        config: the text model's, with the number of layers except MTP layers.
     """
     layer_count = next((config[key] for key in LAYER_KEYS if type(config.get(key)) is int), None)
     shared_names: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""The tokens that an MTP layer proposes: of a large vocabulary, those that the model itself uses most.
+"""The tokens an MTP layer may propose: for a large vocabulary, only the model's own most used tokens.
 
-The logits of 150,000 tokens and more take longer than the layer. For a target token outside the reduced vocabulary, the
-proposal is wrong, at the cost of speed alone.
+The logits of 150,000 tokens and more take longer than the layer. A target token outside the reduced vocabulary is never
+proposed; this only costs speed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from ovspec_export.draft_vocabulary import read_draft_vocabulary
 from ovspec_export.folders import link_or_copy
 from ovspec_export.sources import Source
 
-MAX_FULL_VOCABULARY = 65_536  # up to so many tokens, all are proposed
+MAX_FULL_VOCABULARY = 65_536  # tokens; smaller vocabularies aren't reduced
 TRIMMED_VOCABULARY = 32_768  # tokens kept of larger vocabularies
 TEXT_SECONDS = 60.0  # limit of the time for writing texts
 TEXT_TOKENS = 100_000.0  # this much text is enough
 
 
 def choose_mtp_vocabulary(target: Source, folder: Path) -> np.ndarray | None:
-    """Return the ids that the MTP layer of a target is to propose, (n,) int64; None for all.
+    """Return the ids for the MTP layer of a target to propose, (n,) int64; None for all.
 
     Args:
-        folder: with the target's IR, which writes texts for a minute to count tokens in.
+        folder: has the target's IR; it writes texts for a minute, to count their tokens.
     """
     vocab_size = target.get_config_number("vocab") or 0
     if vocab_size <= MAX_FULL_VOCABULARY:
         return None
     texts_folder = folder / "texts"
     with show_step(f"{target.name}: writing texts, to find its most used tokens", keep_line=True):
-        model_folder = texts_folder / "model"  # without the manifest, which says that the export is unfinished
+        model_folder = texts_folder / "model"  # without the manifest of the unfinished export
         model_folder.mkdir(parents=True)
         for file in folder.iterdir():
             if file.is_file() and file.name != MANIFEST_FILE:

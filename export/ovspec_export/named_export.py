@@ -19,7 +19,7 @@ from ovspec_export.hub import choose_gguf_files, read_repository, sum_missing_by
 from ovspec_export.source_lookup import download_config, find_source
 from ovspec_export.sources import EXPORT_PATTERNS, SUBFOLDER_PATTERN, Source
 
-LARGE_MODEL_SHARE = 1 / 3  # of the memory: a model that would take more in int8 becomes int4
+LARGE_MODEL_SHARE = 1 / 3  # share of the memory; a model larger in int8 becomes int4
 VNNI_FEATURES = frozenset({"avx_vnni", "avx512_vnni"})
 UNQUANTISED_GGUF = ("f16", "bf16", "f32")
 BYTES_PER_WEIGHT = {"float32": 4.0}  # of checkpoints, by the type in their config; others have 2
@@ -34,9 +34,9 @@ FETCHED_BYTES_PER_SECOND = 12.5e6
 class ModelSize:
     """The size of a model to export.
 
-    name: of the model, at one commit if it is on the hub.
+    name: the model's name, with its commit if it is on the hub.
     fetched_bytes: bytes still to fetch.
-    weight_bytes: bytes of its weights as they are.
+    weight_bytes: bytes of its weights in the source.
     parameter_count: number of its weights; for a model on the hub, estimated from their bytes.
     keeps_weights: whether its weights are quantised or already an IR's, and so kept by default.
     """
@@ -57,7 +57,7 @@ class ModelSize:
 def export_named_model(
     target: str, draft: str | None, output: Path, weight_format: str | None, shown_name: str
 ) -> Manifest:
-    """Export a model, and a draft if one is named, after a line about the cost.
+    """Export a model and its draft, if named, after a line about the cost.
 
     Args:
         target, draft: as in ``export_pair``.
@@ -108,7 +108,7 @@ def measure_model(name: str) -> ModelSize:
 
 
 def measure_local_model(name: str, source: Source) -> ModelSize:
-    """Return the size of a model whose files are here."""
+    """Return the size of a model with its files on this machine."""
     parameter_count = 0 if source.is_ir else source.parameter_count
     keeps_weights = source.is_ir or source.is_quantised
     return ModelSize(name, 0.0, float(source.size_in_bytes), float(parameter_count), keeps_weights)

@@ -1,7 +1,7 @@
 """The layouts of GPTQ, AWQ, compressed-tensors and bitsandbytes for a layer's integers and scales.
 
 Several integers share an int32, the first in its lowest bits. Each function takes a layer's tensors by their names,
-and returns the integers with one row for each output.
+and returns the integers with a row per output.
 """
 
 from __future__ import annotations

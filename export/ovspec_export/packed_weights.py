@@ -1,4 +1,4 @@
-"""Matrices of integers with scales, and the constants of an OpenVINO graph that hold them unchanged.
+"""Matrices of integers with scales, and OpenVINO graph constants of the same integers.
 
 A weight is ``scale * (integer - zero point)``, computed in f32, so it equals the source's to the bit. OpenVINO
 multiplies by such constants, and looks up their rows, without unpacking them.
@@ -31,8 +31,8 @@ ERROR_SAMPLE_ROWS = 512  # rows whose rounding is measured
 class PackedWeights:
     """A matrix of integers.
 
-    integers: one a byte, (rows, columns) int8 or uint8, in the range of ``element_type``, a key of ``INTEGER_RANGES``;
-        for "nf4", indices into ``NF4_VALUES``, and the weights are multiples of its values.
+    integers: (rows, columns) int8 or uint8, in the range of ``element_type``, a key of ``INTEGER_RANGES``; for "nf4",
+        indices into ``NF4_VALUES``, and the weights are multiples of its values.
     scales: (rows, groups) float16 or float32; a group is an equal share of a row.
     zero_points: (rows, groups), integers of ``element_type`` or float16; None for none.
     offsets: (rows, groups) float16, added to each weight of the group; None for none.
@@ -125,9 +125,9 @@ def round_to_f16_if_exact(numbers: np.ndarray) -> np.ndarray:
 
 
 def make_weights_node(packed: PackedWeights, expert_count: int | None = None) -> ov.Node:
-    """Return the node that makes the weights, (rows, columns) f32, without offsets and in the stored order.
+    """Return the weights' node, (rows, columns) f32, without offsets and in the stored order.
 
-    expert_count: make it (experts, rows, columns); the matrix has the rows of one expert after another.
+    expert_count: make it (experts, rows, columns); the matrix has the experts' rows one after another.
     """
     row_count, columns = packed.shape
     rows = [row_count] if expert_count is None else [expert_count, row_count // expert_count]

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from openvino import Output
     from torch import Tensor
 
-# Names of tensors without which quantised weights mean nothing.
+# Names of tensors necessary to interpret quantised weights.
 QUANTISED_TENSORS = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
 
 
 def hide_torchvision() -> None:
-    """Make transformers believe that torchvision isn't installed; next to another torch, importing it would fail."""
+    """Hide torchvision from transformers: beside an unsuitable torch, importing it would fail."""
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def apply_splits_in_turn() -> None:
-    """Make OpenVINO's tokenizers cut a text by one regular expression after another, not by all of them at once.
+    """Make OpenVINO's tokenizers cut a text by their regular expressions one after another, not all at once.
 
-    OpenVINO joins them into one with alternatives, so the first would no longer decide what the second gets.
+    OpenVINO joins the expressions as alternatives, so the second would no longer get only the pieces left by the first.
     """
     from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
 
@@ -38,7 +38,7 @@ def apply_splits_in_turn() -> None:
 def match_hugging_face_tokens() -> None:
     """Make OpenVINO's BPE find the same tokens as Hugging Face's.
 
-    It finds tokens that no merge makes, such as Gemma's <s>, a normal token, anywhere in a text; and it misses added
+    It finds tokens without a merge, such as Gemma's <s>, a normal token, anywhere in a text; and it misses added
     tokens such as DeepSeek's "ö", because it takes their text for bytes in the alphabet of byte-level BPE.
     """
     from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, create_string_constant_node
@@ -73,7 +73,7 @@ def match_hugging_face_tokens() -> None:
     def get_subgraph_without_unmerged(self: Any, input_nodes: list[Output]) -> list[Output]:
         vocabulary = self.vocab
         self.vocab = list(vocabulary)
-        for token_id in getattr(self, "unmerged", []):  # none where there is no tokenizer.json
+        for token_id in getattr(self, "unmerged", []):  # empty without a tokenizer.json
             self.vocab[token_id] = type(vocabulary[0])()
         output_nodes: list[Output] = original_get_subgraph(self, input_nodes)
         self.vocab = vocabulary
@@ -103,7 +103,7 @@ def adapt_optimum(model_type: str) -> JsonObject:
 
 
 def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which optimum's changes to the model's experts apply; nothing else needs one."""
+    """Return a context with optimum's changes to the model's experts; other models need no context."""
     if not any("experts" in name for name, _ in model.named_parameters()):
         return contextlib.nullcontext()
     from optimum.exporters.tasks import TasksManager
@@ -113,7 +113,7 @@ def patch_for_tracing(model: Any, model_type: str) -> contextlib.AbstractContext
 
 
 def refuse_missing_tensors() -> None:
-    """Make ``from_pretrained`` refuse a checkpoint with a missing tensor; transformers would fill it at random."""
+    """Make ``from_pretrained`` refuse a checkpoint with a missing tensor; transformers would initialise it randomly."""
     from transformers import PreTrainedModel
 
     original_load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]

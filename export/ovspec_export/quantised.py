@@ -10,8 +10,8 @@ from ovspec.base.json_types import JsonObject
 from ovspec_export.checkpoint_weights import read_quantisation
 from ovspec_export.kept_weights import QUANTISATION_KEYS, has_kept_weights
 
-# Kinds that transformers itself dequantises, and the family in which it knows them. It reads others only with packages
-# that need a GPU, or are untested here (gptqmodel, accelerate, triton, compressed-tensors).
+# Kinds dequantised by transformers itself, with their only supported family. Other kinds need packages for GPUs, or
+# packages untested here (gptqmodel, accelerate, triton, compressed-tensors).
 DEQUANTISED_FAMILIES = {"mxfp4": "gpt_oss"}
 
 

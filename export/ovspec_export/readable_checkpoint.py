@@ -1,4 +1,4 @@
-"""Turns a source into a checkpoint that optimum can read."""
+"""Turns a source into a checkpoint readable by optimum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ovspec_export.text_part import extract_text_model
 
 
 def ensure_readable_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
-    """Return a source that optimum can read: the same, or a new checkpoint in ``folder``."""
+    """Return a source readable by optimum: the same, or a new checkpoint in ``folder``."""
     if isinstance(source, GgufSource):
         if weight_format == KEEP:
             return write_kept_gguf_checkpoint(source, folder)

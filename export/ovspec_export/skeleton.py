@@ -1,6 +1,6 @@
 """A model without its large weights, its graph, and the quantised weights inserted into the graph.
 
-Each matrix of the model is zeros that take no memory, with a mark by which it is found in the graph.
+Each matrix of the model is zeros without memory, with a mark to find it in the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
 
-CHECKED_ROWS = 512  # of each matrix
+CHECKED_ROWS = 512  # rows to check of each matrix
 # Largest difference of kept weights from the source's, root mean square, as a share of the source's: 3-bit weights
 # converted to int8 differ by 0.02.
 MAX_DIFFERENCE = 0.05
@@ -39,7 +39,7 @@ MARK_STEP = 2.0**-20  # a mark is a multiple of this
 
 
 def make_model_without_data(model_class: type[PreTrainedModel], config: Any, **options: Any) -> PreTrainedModel:
-    """Return a model whose parameters have a shape but no data, and whose buffers are computed as usual."""
+    """Return a model with parameters without data, only shapes; its buffers are computed as usual."""
     import torch
 
     original_register = torch.nn.Module.register_parameter
@@ -143,7 +143,7 @@ def iterate_parameters(model: Module) -> Iterator[tuple[str, Module, str]]:
 def read_matrices_when_used(
     model: PreTrainedModel, read_values: Callable[[str], np.ndarray], kept: KeptWeights
 ) -> None:
-    """Make each module of a skeleton read its matrices when it is computed, and drop them afterwards.
+    """Make each module of a skeleton read its matrices just before its computation, and drop them afterwards.
 
     read_values: returns the values of a parameter of ``kept``, by name.
     """
@@ -178,7 +178,7 @@ def drop_values(parameter_name: str, placeholder: Tensor, module: Module, *_: An
 class GraphFiller:
     """Puts quantised weights into a graph in place of marked matrices.
 
-    product_only: the names of the matrices used only in plain products, whose groups may have offsets.
+    product_only: the names of the matrices used only in plain products; their groups may have offsets.
     """
 
     model: ov.Model
@@ -277,7 +277,7 @@ def make_product(
 ) -> ov.Node:
     """Return the product of values, (..., columns), with the rows of ``weights``.
 
-    weights_node: what ``make_weights_node`` returned for them, if it is there already.
+    weights_node: the result of ``make_weights_node`` for them, if already made.
     changed_values: values reordered or summed for other products; more may be added.
     """
     changed_values = {} if changed_values is None else changed_values

@@ -83,7 +83,7 @@ def download_config(hub: HubName, name: str, trust_remote_code: bool) -> Source:
     if not (folder / "config.json").is_file():
         repository = read_repository(name, hub)
         if any(path.endswith(".gguf") for path in repository.sizes):
-            choose_gguf_files(name, hub, repository)  # which lists them
+            choose_gguf_files(name, hub, repository)  # raises an error with a list of them
     check_source_config(source, name)
     if not source.is_ir and not isinstance(source, HeadSource):
         check_trusted_code(source, name, trust_remote_code)

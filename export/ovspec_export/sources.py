@@ -44,7 +44,7 @@ from ovspec_export.mtp_layout import MTP_ARCHITECTURE, find_mtp_layers
 from ovspec_export.pickled import read_pickled_tensors
 from ovspec_export.quantised import check_quantisation, has_kept_layout
 
-FLOAT_TYPES = {"F32", "F16", "BF16"}  # of tensors in safetensors files
+FLOAT_TYPES = {"F32", "F16", "BF16"}  # names in safetensors files
 # All files used in an export. Pickled weights are not among them, because loading them could run code.
 EXPORT_PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
 CODE_PATTERNS = ["*.py"]
@@ -61,20 +61,20 @@ TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # ends of the names of fi
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER_FILES += ("sentencepiece.bpe.model",)
 
-# Prefixes of tensors that the text model doesn't need: of images, sound, and heads for further tokens.
+# Prefixes of tensors unused by the text model: for images, sound, and heads for further tokens.
 NON_TEXT_TENSORS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
 )
-# Entries of a config that belong to parts other than the text model.
+# Entries of a config about parts other than the text model.
 NON_TEXT_ENTRIES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
 
-# Numbers whose names in configs differ by family.
+# Numbers under different names in the families' configs.
 CONFIG_NUMBERS = {"layers": LAYER_KEYS, "hidden": ("hidden_size", "n_embd", "d_model"), "vocab": ("vocab_size",)}
 
 
 @dataclass(frozen=True)
 class WeightIndex:
-    """The part of ``model.safetensors.index.json`` that says which file has each tensor."""
+    """The part of ``model.safetensors.index.json`` with each tensor's file."""
 
     weight_map: dict[str, str] = field(default_factory=dict)
 
@@ -99,7 +99,7 @@ class Source:
         return {name: tensor for name, tensor in headers.items() if name != "__metadata__"}
 
     def tensor_shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of a checkpoint's tensors, without the parts that are left out."""
+        """Return the shapes of a checkpoint's tensors, without unused parts."""
         headers = self.tensor_headers().items()
         return {name: tensor["shape"] for name, tensor in headers if not NON_TEXT_TENSORS.match(name)}
 
@@ -112,7 +112,7 @@ class Source:
     def text_config(self) -> JsonObject | None:
         """The config of a text model among other parts, such as a model for images; None if it is alone.
 
-        Older checkpoints of Qwen have one list for all.
+        Older checkpoints of Qwen have the entries of all parts in a single list.
         """
         if self.is_ir:
             return None
@@ -132,7 +132,7 @@ class Source:
 
     @property
     def has_non_text_parts(self) -> bool:
-        """Whether its text model is one part among others."""
+        """Whether its text model is a part among others."""
         return self.text_config is not None
 
     @property
@@ -169,7 +169,7 @@ class Source:
         return sum(math.prod(shape) * (1 + name.endswith("_blocks")) for name, shape in self.tensor_shapes().items())
 
     def weight_widths(self) -> dict[str, int]:
-        """Return the number of weights multiplied with one vector, by layer, for layers of the usual names."""
+        """Return the number of weights multiplied per input vector, by layer, for layers of the usual names."""
         shapes = self.tensor_shapes().items()
         return {name: shape[-1] for name, shape in shapes if name.endswith("proj.weight") and len(shape) == 2}
 
@@ -217,7 +217,7 @@ class GgufSource(Source):
 
 @dataclass(frozen=True)
 class HeadSource(Source):
-    """An EAGLE-3 head, which drafts from its target's hidden states."""
+    """An EAGLE-3 head."""
 
     @functools.cached_property
     def layout(self) -> HeadLayout:
@@ -285,7 +285,7 @@ class MtpSource(HeadSource):
 
     @functools.cached_property
     def layers(self) -> list[dict[str, str]]:
-        """For each layer, this package's names of its tensors, by their names in the checkpoint."""
+        """By layer, its tensors' names in this package, by their names in the checkpoint."""
         return find_mtp_layers(super().tensor_headers(), self.config.get("text_config") or self.config)
 
     def tensor_headers(self) -> dict[str, JsonObject]:
@@ -315,7 +315,7 @@ class MtpSource(HeadSource):
 
 
 def find_own_mtp_layer(target: Source) -> MtpSource | None:
-    """Return the MTP layer of a checkpoint; None if it has none, or one with quantised weights."""
+    """Return the MTP layer of a checkpoint; None if it has none, or if the layer's weights are quantised."""
     if target.is_ir or isinstance(target, (GgufSource, HeadSource)):
         return None
     mtp_layer = MtpSource(f"{target.name}, MTP layer", target.path, False, target.revision)
@@ -324,7 +324,7 @@ def find_own_mtp_layer(target: Source) -> MtpSource | None:
 
 
 def check_can_be_unpacked(source: Source) -> None:
-    """Raise OvspecError if a source has quantised weights that can only be exported as they are."""
+    """Raise OvspecError if a source has quantised weights and no other export than keeping them is possible."""
     if source.is_quantised and not isinstance(source, GgufSource):
         raise OvspecError(
             f"{source.name}: its weights are already quantised; leave out the weight options, or export the "
@@ -344,7 +344,7 @@ def make_source(folder: Path, name: str, revision: str) -> Source:
 
 
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
-    """Raise OvspecError if the folder has no model that can be exported."""
+    """Raise OvspecError if the folder has no exportable model."""
     folder = source.path
     check_source_config(source, name)
     if source.is_ir:
@@ -375,7 +375,7 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
 
 
 def check_head_files(source: HeadSource, name: str) -> None:
-    """Raise OvspecError if a head's checkpoint has no weights, or a file of them is damaged or missing."""
+    """Raise OvspecError if a head's checkpoint has no weights, or a weights file is damaged or missing."""
     files = [*source.path.glob("model*.safetensors"), *source.pickled_files()]
     if not files:
         raise OvspecError(f"{name} has no model.safetensors and no pytorch_model.bin; download the head again.")
@@ -389,7 +389,7 @@ def check_head_files(source: HeadSource, name: str) -> None:
 
 
 def check_shards(folder: Path, index_file: str, name: str) -> None:
-    """Raise OvspecError if a file that the index names is missing."""
+    """Raise OvspecError if a file named in the index is missing."""
     shards = set(read_dataclass(WeightIndex, folder / index_file).weight_map.values())
     missing_shards = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing_shards:

@@ -90,7 +90,7 @@ def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
 
 
 def merge_rope_config(config: JsonObject) -> JsonObject:
-    """Return the config of a text model with one rotary embedding instead of three, which are the same for text."""
+    """Return the config of a text model with a single rotary embedding instead of three: for text they are the same."""
     rope_configs = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first counts
     rope_config: JsonObject = next((rope for rope in rope_configs if rope and isinstance(rope, dict)), {})
     rope_scaling = {name: entry for name, entry in rope_config.items() if not name.startswith("mrope_")}

@@ -71,7 +71,7 @@ def export_with_optimum(
         with keeping_weights(Path(source)):
             original_export(output=output, model_loading_kwargs=loading_options, **options)
         release_freed_memory()
-        # With the IR's own rounding: otherwise, where two experts tie, it would choose a different expert.
+        # With the IR's own rounding: otherwise it could choose a different expert at a tie.
         model = load_checkpoint_model(source, trust_remote_code, as_exported=True, **loading_options)
         check_ir_agrees_with_model(model, output)
         if tap_layers is not None:
@@ -85,7 +85,7 @@ def export_with_optimum(
     exporter._apply_model_size_based_quantization = lambda *call: postponed_calls.append(call)
     parser = argparse.ArgumentParser()
     parse_args_openvino(parser)
-    # Not by its main function, which would also register the command of the optimum-intel that an overlay hides.
+    # Not by its main function: it would also register the command of the optimum-intel hidden by an overlay.
     OVExportCommand.run(argparse.Namespace(args=parser.parse_args(arguments)))  # type: ignore[arg-type]
 
 
@@ -280,7 +280,7 @@ def evaluate_ir(source: str, folder: str, text: str, context: int, output: str, 
 
 def run_distillation_job(job: str, **arguments: JsonValue) -> None:
     """Run a job of a distillation."""
-    # Before torch is imported: waiting threads sleep, so that a night's training doesn't slow down other programs.
+    # Before torch is imported: waiting threads sleep, to keep a night's training from slowing down other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     module = importlib.import_module(f"ovspec_export.distill.{DISTILL_MODULES[job]}")
     getattr(module, job)(**subtract_startup_time(arguments))

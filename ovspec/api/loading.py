@@ -42,16 +42,17 @@ def load(
 ) -> LanguageModel:
     """Load an exported model and return it as a ``LanguageModel``.
 
-    model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
-        also a checkpoint folder, a GGUF file or a hub id (``org/model``, ``org/model@REVISION``, ``org/model:Q4_K_M``):
-        it is exported into the user's cache at its first use, as on the command line.
-    draft: the drafter for speculative decoding; "none" for none. True is the draft in the model's folder; "self",
-        "head" and "mtp" are the same draft, but require a kind: made from the target's own layers, an EAGLE-3 head, or
-        the model's MTP layer. "lookup" is prompt lookup: it proposes the continuation of the same last tokens earlier
-        in the text. Other drafters: the folder of a draft model or head, a shared ``Drafter`` instance, or a class or
-        function for making a ``Drafter`` per session or batch. Two drafters, as in "lookup,draft" or a list, form a
-        chain: the second proposes if the first finds nothing good. The default is "lookup" if verifying a proposal
-        costs next to nothing, as measured at the first load (exact arithmetic, paged engine), otherwise none.
+    model: a folder made by ``ovspec export`` or by optimum-cli; by default the demo pair (only in a source checkout).
+        With ``export=True`` also a checkpoint folder, a GGUF file or a hub id (``org/model``, ``org/model@REVISION``,
+        ``org/model:Q4_K_M``): it is exported into the user's cache at its first use, as on the command line.
+    draft: the drafter for speculative decoding; "none" for none. True or "draft" is the draft in the model's folder;
+        "self", "head" and "mtp" are the same draft, but require a kind: made from the target's own layers, an EAGLE-3
+        head, or the model's MTP layer. "lookup" is prompt lookup: it proposes the continuation of an earlier occurrence
+        of the last tokens. Other drafters: the folder of a draft model or head, a shared ``Drafter`` instance, or a
+        class or function for making a ``Drafter`` per session or batch. Two drafters, as in "lookup,draft" or
+        ["lookup", MyDrafter], form a chain: the second proposes if the first has no good proposal. The default is
+        "lookup" if verifying a proposed token takes almost no extra time, as measured at the first load (exact
+        arithmetic, paged engine), otherwise none.
     """
     params = make_load_params(options)
     for option in ("device", "draft_device"):  # checked before an export of minutes

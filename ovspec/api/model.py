@@ -43,9 +43,8 @@ class GenerateArguments(GenerateOptions, Generic[PromptT]):
 class LanguageModel:
     """A loaded model, with or without a draft; made by ``ovspec.load``.
 
-    Threads may share a model. Concurrent calls and sessions use separate inference requests, and their texts are the
-    same as without concurrency. Only a single thread at a time may use a session or a stream. ``agenerate`` and
-    ``astream`` are for asyncio and use continuous batching.
+    Threads may share a model: concurrent calls and sessions don't change each other's texts. Only a single thread at a
+    time may use a session or a stream. ``agenerate`` and ``astream`` are for asyncio and use continuous batching.
 
     ``close``, or the end of a ``with`` statement, frees the model's memory.
     """
@@ -280,10 +279,12 @@ class LanguageModel:
     def verify(self, result: Result) -> Verification:
         """Check each token of ``result`` with a single forward pass over its prompt and text.
 
-        With exact arithmetic every token is the model's own choice, regardless of accelerators.
+        With exact arithmetic every token is the model's own choice, regardless of accelerators. Returns an object with
+        ``ok``; ``tokens``, their number; ``exact``, the number of tokens before the first difference; ``difference``,
+        the first difference or None; and ``problem``, any other mistake in words or None.
 
         Args:
-            result: made by this model, in this process or from ``ovspec.result_from_json``.
+            result: made by this model in this process, or read by ``ovspec.result_from_json`` from saved JSON.
 
         Raises:
             OvspecError: the text was made by another model, or in an unrepeatable way (``accept="rejection"``, a custom
@@ -321,7 +322,7 @@ class LanguageModel:
             self.runtime.decoder_pool.release(decoders)
 
     def use_large_pages(self) -> None:
-        """Move the weights into large memory pages now (Linux); this takes about two seconds per gigabyte.
+        """Move the weights into large memory pages now (Linux's transparent huge pages), in about two seconds per GB.
 
         Without this call, the weights are moved after some seconds of inference, while the model is idle.
         """

@@ -193,8 +193,8 @@ class Session:
     def select(self, options: abc.Sequence[str], terminator: str | None = None) -> Selection:
         """Append the most likely of ``options`` at this point, by total probability.
 
-        Each option is tokenised together with the preceding text; up to 32 options are scored in a single inference. A
-        longer option is less likely than its own beginning; with a terminator after both, "catalog" can win over "cat".
+        Each option is tokenised together with the preceding text; a forward pass scores up to 32 options. A longer
+        option is less likely than its own beginning; with a terminator after both, "catalog" can win over "cat".
 
         Args:
             options: different texts.

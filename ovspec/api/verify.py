@@ -64,17 +64,17 @@ class Verification:
 
 
 def verify_result(runtime: Runtime, result: Result) -> Verification:
-    """Check each token of ``result`` with one forward pass over prompt and text; raises as ``verify_in_steps``."""
+    """Check each token of ``result`` with a single forward pass over the text; raises like ``verify_in_steps``."""
     return run_steps(verify_in_steps(runtime, result, None))
 
 
 def verify_in_steps(
     runtime: Runtime, result: Result, prompt_chunk: int | None = CHUNK_POSITIONS
 ) -> Generator[None, None, Verification]:
-    """Check a result as ``verify_result`` does, an inference at a time; the first step comes before them.
+    """Check a result like ``verify_result``, in steps of a forward pass; the first step comes before the first pass.
 
     Args:
-        prompt_chunk: tokens of the prompt that an inference reads; None for all.
+        prompt_chunk: prompt tokens per forward pass; None for all.
 
     Raises:
         OvspecError: the text was made by another model, or in an unrepeatable way (``accept="rejection"``, custom
@@ -122,11 +122,10 @@ def verify_in_steps(
 def find_first_difference(
     target: Decoder, row: Row, tokens: np.ndarray, prompt_chunk: int | None
 ) -> Generator[None, None, FirstWrongToken | None]:
-    """Feed ``row``'s text and ``tokens`` (n,), and yield after each inference but the last.
+    """Feed ``row``'s text and ``tokens`` (n,), and yield after each forward pass except the last.
 
-    Returns the first token other than the model's choice.
-
-    ``row`` takes the tokens before it, like generated tokens.
+    Returns the first token other than the model's choice, or None. ``row`` takes the tokens before it, like generated
+    tokens.
     """
     prompt_length = len(row.sequence)
     all_tokens = np.concatenate((row.sequence.tokens, tokens))
@@ -239,9 +238,10 @@ def text_from_json(entry: JsonObject) -> str:
 
 
 def result_from_json(data: JsonObject) -> Result:
-    """Return a result from the JSON of ``ovspec generate --json`` or of the server.
+    """Return a result, for ``LanguageModel.verify``, from the JSON of ``ovspec generate --json`` or of the server.
 
-    data: the printed object, or a choice of OpenAI's older APIs, a response, or a message of Anthropic's API.
+    data: the printed object; or from the server, with ``return_record`` in the request: a choice of a chat or text
+        completion, a whole response of the Responses API, or a message of Anthropic's API.
 
     Raises:
         OvspecError: the object isn't a result, or has no record.

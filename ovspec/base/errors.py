@@ -4,9 +4,9 @@ import errno
 
 
 class OvspecError(Exception):
-    """A problem the user can fix. The message is one sentence and says what to do.
+    """A problem for the user to fix; the message is a single sentence, with the remedy.
 
-    Options are written as in Python, in backticks: `draft` or `draft='lookup'`; the command line shows them as flags.
+    Messages name options in Python's form, in backticks: `draft` or `draft='lookup'`. The command line shows flags.
     """
 
 
@@ -22,7 +22,7 @@ class UnavailableError(OvspecError):
     """A required resource is unavailable for now; the request itself is valid."""
 
 
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: a disk or a quota is full
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # errno of an OSError: a disk or a quota is full
 
 
 class WriteError(OvspecError, OSError):

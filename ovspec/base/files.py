@@ -1,4 +1,4 @@
-"""Read files with errors that name them; write files completely or not at all."""
+"""Read files, naming them in errors; write files atomically."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WINDOWS_DEVICE_NAMES = {
 PARTIAL_SUFFIX = ".partial"  # suffix of partly written files
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
-HOST_CODE = f"{zlib.crc32(platform.node().encode()):x}"  # part of these names, because machines may share a folder
+HOST_CODE = f"{zlib.crc32(platform.node().encode()):x}"  # part of the temporary names: machines may share a folder
 
 
 def read_text(path: Path) -> str:
@@ -86,7 +86,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def open_replacement(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to ``path``; on success its file replaces ``path``, else it is deleted.
 
-    The new file keeps the old file's permissions and symbolic link. After a power failure, one of the two is intact.
+    The new file keeps the old file's permissions and symbolic link. After a power failure, the old or the new file is
+    intact.
     """
     check_file_name(path)
     path = path.resolve()

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals: how they are delayed, and how they end a command. The server leaves signals to uvicorn."""
+"""Ctrl-C and other signals: delayed, or ending a command. The server leaves signals to uvicorn."""
 
 import contextlib
 import signal
@@ -26,7 +26,7 @@ class DelayedInterrupts:
         self.delaying = self.ctrl_c_pressed = self._stopped = False
         self._previous_handler: Any = None
         handler = signal.getsignal(signal.SIGINT)
-        # A process that was started with Ctrl-C ignored, such as one in the background, keeps ignoring it.
+        # A process started with Ctrl-C ignored, for example in the background, keeps ignoring it.
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._previous_handler = handler
             signal.signal(signal.SIGINT, self._handle_interrupt)
@@ -63,8 +63,8 @@ ACTIVE_DELAYS: list[DelayedInterrupts] = []  # of the main thread, the only thre
 def raise_if_interrupted() -> None:
     """Raise KeyboardInterrupt if Ctrl-C is pending until the calling thread has finished a round.
 
-    Called between inferences. Cancelling an inference would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4
-    may compute with shapes of the cancelled inference.
+    Called between forward passes. Cancelling a pass would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4
+    may compute with the cancelled pass's shapes.
     """
     if threading.current_thread() is threading.main_thread() and any(delay.ctrl_c_pressed for delay in ACTIVE_DELAYS):
         raise KeyboardInterrupt
@@ -106,7 +106,7 @@ def exit_if_ended(end_signal: EndSignal) -> None:
 
 @contextlib.contextmanager
 def ignore_signals() -> Iterator[None]:
-    """Ignore the signals that could end the process, so that a file is saved completely."""
+    """Ignore the end signals and Ctrl-C, to save a file completely."""
     previous_handlers = {
         signal_number: signal.signal(signal_number, signal.SIG_IGN) for signal_number in (*END_SIGNALS, signal.SIGINT)
     }

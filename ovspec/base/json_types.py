@@ -1,4 +1,4 @@
-"""Types for parsed JSON; the code that reads a value checks its shape."""
+"""Types for parsed JSON; readers of a value check its shape."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ import psutil
 from ovspec.base.errors import UnavailableError
 from ovspec.base.json_types import JsonObject, JsonValue
 
-MAX_PROCESSES = 4  # processes of a kind, so that a slow request doesn't block all others
+MAX_PROCESSES = 4  # processes of a kind: more than one, to keep a slow request from blocking others
 MAX_START_SECONDS = 60.0  # seconds a process may take to start
-# A request fails when its processes' deaths weigh this much. The likelier it is at fault, the more a death weighs.
+# A request fails if the deaths of its processes reach this weight; a death weighs more if the request is likely at
+# fault.
 MAX_DEATH_WEIGHT = 30
 CRASHED_DEATH_WEIGHT = 15
 KILLED_DEATH_WEIGHT = 5
@@ -40,11 +41,11 @@ PASSED_ENVIRONMENT_VARIABLES = (
 
 
 class SandboxLimitExceeded(Exception):
-    """A request failed through its own fault; the message says how, as in "ran longer than 2 seconds"."""
+    """A request failed through its own fault; the message has the reason, as in "ran longer than 2 seconds"."""
 
 
 class SandboxProcessDied(Exception):
-    """A process has ended without an answer; the message says how, and ``weight`` is a number from above."""
+    """A process has ended without an answer; the message has the reason, and ``weight`` is an above constant."""
 
     def __init__(self, manner_of_death: str, weight: int = KILLED_DEATH_WEIGHT) -> None:
         super().__init__(manner_of_death)
@@ -101,7 +102,7 @@ class SandboxPool:
     def ask(self, request: str) -> JsonObject:
         """Return the module's answer to a one-line request.
 
-        A new process replaces a process that dies: the system kills processes where memory runs out.
+        A dead process is replaced, because the system may have killed it for lack of memory.
 
         Raises:
             SandboxLimitExceeded: the request made its process exceed a limit, or made processes crash.
@@ -120,7 +121,7 @@ class SandboxPool:
         raise UnavailableError(f"The process that {self.purpose} {death_text}; free some memory, and try again.")
 
     def _ask_process(self, request: str) -> JsonObject:
-        """Return one process's answer; raises SandboxLimitExceeded or SandboxProcessDied if there is none."""
+        """Return a process's answer; raises SandboxLimitExceeded or SandboxProcessDied if there is none."""
         process = self._pop_idle_process() or self._start_process()
         try:
             answer = json.loads(self._exchange_lines(process, request))
@@ -129,7 +130,7 @@ class SandboxPool:
             if isinstance(error, ValueError):  # no answer, or part of an answer
                 raise process.explain_death() from None
             raise
-        # Otherwise the memory still in use would be counted against the next request.
+        # A process with much memory in use is dropped: it would count against the next request.
         if process.measure_usage()[1] < self.max_bytes / 2:
             self.idle_processes.append(process)
         else:
@@ -137,7 +138,7 @@ class SandboxPool:
         return answer
 
     def _pop_idle_process(self) -> SandboxProcess | None:
-        """Pop a live process from the idle ones; None if there is none."""
+        """Pop a live idle process; None if there is none."""
         while True:
             try:
                 process = self.idle_processes.pop()
@@ -206,10 +207,10 @@ class SandboxPool:
 
 
 def find_interpreter() -> tuple[str, dict[str, str]]:
-    """Return the Python interpreter, and the environment variables with which it finds this process's packages.
+    """Return the Python interpreter, and the environment variables for finding this process's packages.
 
-    On Windows, the ``python.exe`` of a virtual environment only starts another interpreter, whose time and memory would
-    escape the limits. So that interpreter is started directly, with the environment set as in multiprocessing.
+    On Windows, the ``python.exe`` of a virtual environment only starts another interpreter, beyond the limits of time
+    and memory. So the other interpreter is started directly, with the environment set as in multiprocessing.
     """
     base_executable = getattr(sys, "_base_executable", sys.executable)
     if sys.platform == "win32" and base_executable != sys.executable:
@@ -236,7 +237,7 @@ def serve_requests(answer_request: Callable[[JsonValue], JsonObject]) -> None:
 
     if sys.platform != "win32":
         return answer_requests()
-    threading.stack_size(ANSWERING_STACK_BYTES)  # eight times more than the main thread has there
+    threading.stack_size(ANSWERING_STACK_BYTES)  # eight times the main thread's stack on Windows
     answering_thread = threading.Thread(target=answer_requests)
     answering_thread.start()
     return answering_thread.join()

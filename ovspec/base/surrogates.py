@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs, which JavaScript programs produce by cutting a text in the middle of a character."""
+"""Halves of surrogate pairs, as produced by JavaScript programs if they cut a text inside a character."""
 
 import re
 
@@ -9,5 +9,5 @@ JSON_ESCAPES = re.compile(
 
 
 def replace_half_surrogates(json_text: str) -> str:
-    """Return JSON with U+FFFD in place of each half of a surrogate pair, which is invalid Unicode."""
+    """Return JSON with U+FFFD in place of each half of a surrogate pair: a half is invalid Unicode."""
     return JSON_ESCAPES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], json_text)

@@ -29,8 +29,8 @@ class BatchFile:
 
     requests_path: its path on its filesystem.
     results_path: the path or URI of the results.
-    partial_path: of a file in a folder: the path that its partial results are next to.
-    size_and_time: of a file in a folder: its size and time.
+    partial_path: for a file in a folder, the path to store its partial results next to.
+    size_and_time: for a file in a folder, its size and modification time.
     """
 
     requests_path: str
@@ -40,7 +40,7 @@ class BatchFile:
 
     @property
     def partial_results_path(self) -> Path:
-        """The path that partial results are next to."""
+        """The path to store partial results next to."""
         return self.partial_path or find_partial_results_path(self.results_path)
 
 
@@ -58,7 +58,7 @@ def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
 
 
 def find_partial_results_path(output: str) -> Path:
-    """Return the path that partial results are next to: ``output``, or a path in the cache for object storage."""
+    """Return the path to store partial results next to: ``output``, or a path in the cache for object storage."""
     if "://" not in output:
         return Path(output).absolute()
     return default_cache_dir() / "ray" / "outputs" / hashlib.sha256(output.encode()).hexdigest()[:16]
@@ -125,7 +125,7 @@ def list_batch_files(filesystem: fs.FileSystem, folder: str, output: str, partia
 
 
 def read_file_requests(path: str, content: bytes | None) -> list[BatchRequest]:
-    """Return the requests in a file, with this ``content`` or local; raises OvspecError if it can't be read."""
+    """Return the requests in a file's ``content`` (None: read the local file); raises OvspecError if unreadable."""
     try:
         content = Path(path).read_bytes() if content is None else content
         if path.endswith(".parquet"):
@@ -136,7 +136,7 @@ def read_file_requests(path: str, content: bytes | None) -> list[BatchRequest]:
 
 
 def write_results(results_path: str, lines: list[JsonObject]) -> None:
-    """Write output lines, in a ``.parquet`` file as the columns of ``lines_to_columns``, completely or not at all."""
+    """Write output lines, atomically; a ``.parquet`` file gets the columns of ``lines_to_columns``."""
     buffer = pyarrow.BufferOutputStream()
     if results_path.endswith(".parquet"):
         parquet.write_table(pyarrow.Table.from_pydict(lines_to_columns(lines), PARQUET_SCHEMA), buffer)

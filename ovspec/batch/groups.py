@@ -13,7 +13,7 @@ from ovspec.batch.requests import BatchRequest
 from ovspec.batch.resumable_run import BatchProgress
 from ovspec.batch.run import count_generated_tokens
 
-# Lines per group, and groups of a file per worker, so that no worker is idle for long at the end.
+# Lines per group, and groups of a file per worker: small groups, to leave no worker idle for long at the end.
 MAX_GROUP_LINES = 16
 GROUPS_PER_WORKER = 16
 
@@ -22,12 +22,12 @@ GROUPS_PER_WORKER = 16
 class RequestGroup:
     """Lines of a file, by their index in it.
 
-    file_number: of the file.
-    file_line_count: the number of all lines of the file.
-    keys: of each line of the group.
-    requests: of the lines to generate.
-    lines: output lines.
-    worker_deaths: number of workers that died running this group.
+    file_number: the file's number.
+    file_line_count: number of lines in the whole file.
+    keys: the key of each line of the group.
+    requests: the requests of lines still to generate.
+    lines: the output lines so far.
+    worker_deaths: number of workers killed while running this group.
     """
 
     file_number: int
@@ -43,7 +43,7 @@ class RequestGroup:
         self.requests = {}
 
     def split_by_request(self) -> Iterator[RequestGroup]:
-        """Yield a group for each request; the first has the keys of the other lines, too."""
+        """Yield a group for each request; the first group also has the keys of all lines without a request."""
         group_keys = {index: key for index, key in self.keys.items() if index not in self.requests}
         for index, request in self.requests.items():
             group_keys[index] = self.keys[index]
@@ -92,7 +92,7 @@ class ResultCollector:
         self.progress = progress
         self.run_identity = run_identity
         self._files = files
-        self._open_results = dict[int, tuple[PartialResults, dict[int, str]]]()  # with the keys of the lines, by index
+        self._open_results = dict[int, tuple[PartialResults, dict[int, str]]]()  # with keys by line index
         self.unfinished_file_numbers = {
             file.requests_path: file_number for file_number, file in enumerate(files) if not self._was_finished(file)
         }

@@ -1,4 +1,4 @@
-"""The results of a batch so far, from which an interrupted run resumes."""
+"""The results of an unfinished batch, to resume from after an interruption."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ovspec.batch.requests import BatchRequest
 
 
 class PartialResults:
-    """The results so far, in a file next to the output, so that an interrupted run needn't generate them again.
+    """The results so far, in a file next to the output: a resumed run doesn't generate them again.
 
-    Each result is stored under its ``result_fingerprint``: if the line, the model or an option has changed since, the
-    result is generated again.
+    Each result is stored under its ``result_fingerprint``: after a change of the line, the model or an option, it is
+    generated again.
     """
 
     def __init__(self, output: Path) -> None:
@@ -38,7 +38,7 @@ class PartialResults:
         self._stream = self.file.open("a", encoding="utf-8", newline="\n")
         *lines, cut_off_line = self.file.read_text(encoding="utf-8", errors="replace").split("\n")
         for line in lines:
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut off earlier
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line truncated by an interruption
                 entry = json.loads(line)
                 self._lines[entry["key"]] = entry["line"]
         if cut_off_line:
@@ -73,7 +73,7 @@ class PartialResults:
 
 
 def result_fingerprint(request: BatchRequest, run_identity: str) -> str:
-    """Return a key made from everything that affects the result of ``request``."""
+    """Return a key for the result of ``request``: a hash of everything with an effect on the result."""
     prompts = repr((request.text_request.prompts, request.error))  # a command's options may change these
     identity_text = "\0".join((run_identity, request.id, request.source, prompts))
     return hashlib.sha256(identity_text.encode("utf-8", "surrogatepass")).hexdigest()[:24]

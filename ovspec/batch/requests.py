@@ -116,7 +116,7 @@ def ensure_unique_id(request: BatchRequest, default_id: str, used_ids: set[str])
 
 
 def parse_line(line: str, default_id: str) -> BatchRequest:
-    """Parse one line of JSON; an invalid line yields a request with an ``error``."""
+    """Parse a line of JSON; an invalid line yields a request with an ``error``."""
     request_id = default_id
     kind: RequestKind = "batch_line"
     try:
@@ -131,7 +131,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
             request_id = str(custom_id)
         body = {field: value for field, value in entry.items() if field not in ("id", "custom_id")}
         if "body" in entry or "url" in entry:
-            kind = "completion"  # so that an error is in OpenAI's format, too
+            kind = "completion"  # an error is then in OpenAI's format, too
             kind = openai_request_kind(entry)
             body = entry.get("body")
             if not isinstance(body, dict):

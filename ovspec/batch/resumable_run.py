@@ -89,13 +89,13 @@ def run_file(
 
 
 def list_text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
-    """Return the models that affect texts: with rejection sampling, sampled tokens depend on the proposals, too."""
+    """Return the models with an effect on texts: with rejection sampling, also those behind proposals."""
     draft_layers = lm.draft.list_layers() if params.accept == "rejection" and lm.draft else []
     return [lm.target, *draft_layers]
 
 
 def make_run_identity(lm: LanguageModel, params: Params) -> str:
-    """Return a text that identifies the model and all options that change results, not only their speed."""
+    """Return a text to identify the model and all options with an effect on results, not only on speed."""
     identities = [
         (hash_model_and_tokenizer(model.ir.folder), describe_cache_setting(model))
         for model in list_text_deciding_models(lm, params)
@@ -119,7 +119,7 @@ def make_run_identity(lm: LanguageModel, params: Params) -> str:
 
 
 def collect_proposal_settings(lm: LanguageModel, params: Params) -> tuple[Any, ...] | None:
-    """Return the settings that affect proposals, except for the draft model, if sampled tokens depend on them."""
+    """Return the settings with an effect on proposals (without the draft model); None if no token depends on them."""
     if params.accept != "rejection":
         return None
     draft_choice = lm.runtime.models.draft_choice

@@ -24,7 +24,7 @@ from ovspec.protocols.chat.reply import ChatReplyMaker, make_verification_record
 from ovspec.protocols.logprobs import NO_ECHO, Echo, compute_prompt_logprobs, make_echo
 from ovspec.protocols.reply import ReplyInputs
 
-# Not written, because they depend on more than the request.
+# Fields left out of the output, because they depend on more than the request.
 FIELDS_NOT_WRITTEN: Any = {"usage": {"completion_tokens_details"}}
 
 
@@ -93,9 +93,9 @@ class BatchRun(Iterator[Row]):
         return RunningRequest(request, params, made_rows)
 
     def _finish_row(self, row_number: int) -> None:
-        """Add the line of a row's request if the row was its last, or has failed."""
+        """Report the output line of a row's request if the row was its last, or has failed."""
         running_request = self._running_requests.pop(row_number)
-        if running_request.has_output_line:  # its texts ended in the same round, or another has failed
+        if running_request.has_output_line:  # its texts ended in the same round, or another text has failed
             return
         if error := next((row.error for row in running_request.rows if row.error), None):
             running_request.has_output_line = True
@@ -117,7 +117,7 @@ class BatchRun(Iterator[Row]):
 
 
 class BatchThread(Iterator[BatchRequest]):
-    """A thread that runs the requests of several callers together, in one batch that they join and leave.
+    """A thread to run the requests of several callers together, by continuous batching.
 
     ``params`` apply to requests without their own; raises OvspecError if they are invalid.
     """
@@ -152,7 +152,7 @@ class BatchThread(Iterator[BatchRequest]):
                 for _ in BatchRun(self._lm, self._params, self, self._add_output_line).run_rounds():
                     pass
             except Exception as error:
-                with self._request_added:  # so that no request comes meanwhile and is forgotten
+                with self._request_added:  # no request may arrive in between and be forgotten
                     for pending_call in (
                         *self._running_calls.values(),
                         *(pending_call for _, pending_call in self._waiting_requests),

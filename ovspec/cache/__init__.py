@@ -1,1 +1,1 @@
-"""Models with their KV caches."""
+"""Decoders: compiled models with their KV caches."""

@@ -1,6 +1,6 @@
-"""Memory that holds the blocks of a layer's keys or values: in this process, or on the device that computes with them.
+"""Memory for the blocks of a layer's keys or values: in this process, or on the model's device.
 
-Blocks are only copied, so their values are raw bits: numpy has no bf16.
+Blocks are only copied, so numpy sees their values as raw bits: it has no bf16.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import DTypeLike
 
 from ovspec.ir.device import openvino_core
 
-RAW_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by the size of a value in bytes
+RAW_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by size of a value in bytes
 
 
 class BlockArray(Protocol):
-    """Blocks of one shape and type, numbered from 0."""
+    """Blocks of the same shape and type, numbered from 0."""
 
     shape: list[int]  # of a block
     dtype: np.dtype[Any]  # of its bits
@@ -28,7 +28,7 @@ class BlockArray(Protocol):
 
     @property
     def tensor(self) -> ov.Tensor | ov.RemoteTensor:
-        """All blocks, as an infer request takes them."""
+        """All blocks, as input of an infer request."""
         ...
 
     def read_bits(self, blocks: list[int]) -> np.ndarray:
@@ -36,7 +36,7 @@ class BlockArray(Protocol):
         ...
 
     def write_bits(self, blocks: list[int], values: np.ndarray) -> None:
-        """Set the bits of ``blocks`` to ``values``, as from ``read_bits``."""
+        """Set the bits of ``blocks`` to ``values``, a result of ``read_bits``."""
         ...
 
     def copy_block(self, source: int, target: int) -> None:
@@ -44,12 +44,12 @@ class BlockArray(Protocol):
         ...
 
     def with_capacity(self, capacity: int) -> BlockArray:
-        """Return an array of ``capacity`` blocks that begins with these."""
+        """Return an array of ``capacity`` blocks, with a copy of these at its beginning."""
         ...
 
 
 class HostBlockArray:
-    """Blocks in this process's memory. Memory that no block has used is only reserved."""
+    """Blocks in this process's memory. The memory of unused blocks is reserved but not committed."""
 
     def __init__(self, capacity: int, shape: list[int], element_type: ov.Type, dtype: DTypeLike | None = None) -> None:
         self.element_type = element_type
@@ -81,7 +81,7 @@ class HostBlockArray:
 
 
 class DeviceBlockArray:
-    """Blocks in the memory of a device such as a GPU, which copies them without the host."""
+    """Blocks in the memory of a device such as a GPU, copied there without the host."""
 
     def __init__(self, capacity: int, shape: list[int], element_type: ov.Type, device: str) -> None:
         self.element_type = element_type
@@ -132,7 +132,7 @@ class DeviceBlockArray:
         return self._context.create_tensor(self.element_type, ov.Shape([capacity, *self.shape]), {})
 
     def _view_blocks(self, tensor: ov.RemoteTensor, first_block: int, block_count: int) -> ov.RemoteTensor:
-        """Return ``block_count`` blocks of ``tensor`` from ``first_block`` on, which share its memory."""
+        """Return a view of ``block_count`` blocks of ``tensor``, from ``first_block`` on."""
         begin_coordinate = [first_block, *[0] * len(self.shape)]
         return ov.RemoteTensor(
             tensor, ov.Coordinate(begin_coordinate), ov.Coordinate([first_block + block_count, *self.shape])

@@ -1,8 +1,9 @@
-"""The blocks of the paged KV cache: those that rows use, and those of the prefix cache, kept for texts to come.
+"""The blocks of the paged KV cache: in use by rows, or kept in the prefix cache for later texts.
 
-A text's blocks are a path in a tree. The children of a block are the blocks that have followed it, in the order of
-their tokens, so that the neighbours of a new text share the longest prefix with it (like Zheng et al.'s radix tree,
-arXiv 2312.07104). Every owner has a tree, because latency would reveal one owner's text to another.
+The prefix cache is a tree (like Zheng et al.'s radix tree, arXiv 2312.07104): a text's blocks are a path in it, and a
+block's children are its successors in known texts. Children are sorted by their tokens, so a new text's sorted
+neighbours have the longest common prefix with it. Each owner has a separate tree, because latency would reveal a text
+to another owner.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A block and the tokens in it, as big-endian bytes, which sort as the tokens do. Roots have no block."""
+    """A kept block and its tokens, in big-endian bytes to sort them as numbers. A root has no block."""
 
     token_bytes: bytes
     block: int
     parent: PrefixNode | None
-    children: list[PrefixNode] = field(default_factory=list)  # by their tokens
+    children: list[PrefixNode] = field(default_factory=list)  # sorted by their tokens
 
     def find_child_position(self, token_bytes: bytes) -> int:
         return bisect_left(self.children, token_bytes, key=lambda child: child.token_bytes)
 
     def find_child(self, token_bytes: bytes) -> PrefixNode | None:
-        """Return the child with exactly these tokens."""
+        """Return the child with exactly these tokens, or None."""
         position = self.find_child_position(token_bytes)
         children = self.children[position : position + 1]
         return next((child for child in children if child.token_bytes == token_bytes), None)
 
     def find_longest_match(self, token_bytes: bytes) -> tuple[PrefixNode | None, int]:
-        """Return the child that shares the longest prefix with ``token_bytes``, and that prefix's length in tokens."""
+        """Return the child with the longest common prefix with ``token_bytes``, and the prefix's length in tokens."""
         longest_child, length = None, 0
         position = self.find_child_position(token_bytes)
         for child in self.children[max(0, position - 1) : position + 1]:
@@ -49,46 +50,46 @@ class PrefixNode:
 
 
 class BlockPool:
-    """Numbered blocks: each is used by rows, kept as a part of a known prefix, or free.
+    """Numbered blocks, each in use by rows, kept in the prefix cache, both, or free.
 
-    A kept block is never written; a row that adds tokens to one writes to a copy. Kept blocks that no row uses are
-    idle. Once ``used_limit`` blocks are in use, idle ones are evicted: the longest idle first, and the last block of a
-    text first, so that the rest of the text can still be found.
+    Kept blocks are read-only: to append to a kept block, a row writes to a copy. A kept block without rows is idle.
+    With more than ``used_limit`` blocks in use or kept, idle blocks are evicted, least recently used first. Within a
+    text the last block is evicted first, so the rest remains a usable prefix.
 
     Args:
         block_size: tokens in a block.
-        used_limit: number of blocks in use from which idle ones are evicted; rows may use more.
+        used_limit: number of blocks above which idle blocks are evicted; rows may use more.
     """
 
     def __init__(self, block_size: int, used_limit: int = 0) -> None:
         self.block_size = block_size
         self.used_limit = used_limit
-        self._reference_counts: Counter[int] = Counter()  # block -> number of rows that use it
-        self._free_blocks: list[int] = []  # all below ``needed_capacity``
+        self._reference_counts: Counter[int] = Counter()  # block -> number of its rows
+        self._free_blocks: list[int] = []  # below ``needed_capacity``
         self._kept_nodes: dict[int, PrefixNode] = {}
         self._idle_blocks: OrderedDict[int, None] = OrderedDict()
         self._roots_by_owner: dict[Hashable, PrefixNode] = {}
-        # Block -> length of a text that ends in it -> the snapshot of its recurrent states.
+        # Block -> length of a text with its end in this block -> snapshot of the text's recurrent states.
         self._snapshots: dict[int, dict[int, object]] = {}
         self.snapshot_count = 0
         self.snapshot_size = 0.0  # of a snapshot, in blocks
-        self.needed_capacity = 0  # number of blocks that the tensors must have room for; higher ones were never used
+        self.needed_capacity = 0  # number of blocks needed in the tensors: the highest number used so far, plus 1
         self.evicted_count = 0  # evicted blocks so far
 
     @property
     def used_count(self) -> int:
-        """The number of blocks that rows use or that are kept."""
+        """Number of blocks in use by rows or kept."""
         return self.needed_capacity - len(self._free_blocks)
 
     @property
     def idle_count(self) -> int:
-        """The number of blocks that are kept though no row uses them."""
+        """Number of kept blocks without rows."""
         return len(self._idle_blocks)
 
     # ------------------------------------------------------------ rows
 
     def allocate(self) -> int:
-        """Return a free block, which one row uses from now on."""
+        """Return a free block for a row, after evicting an idle block if the limit is reached."""
         if self._idle_blocks and self.used_count + self._snapshot_blocks >= self.used_limit:
             self._evict_block()
         if self._free_blocks:
@@ -105,7 +106,7 @@ class BlockPool:
             self._idle_blocks.pop(block, None)
 
     def release_blocks(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):  # so that the last of a text becomes idle first
+        for block in reversed(blocks):  # a text's last block becomes idle first, to be evicted first
             self._reference_counts[block] -= 1
             if not self._reference_counts[block]:
                 del self._reference_counts[block]
@@ -117,13 +118,13 @@ class BlockPool:
             self._evict_block()
 
     def is_shared(self, block: int) -> bool:
-        """Return whether several rows or the prefix cache need the block's contents."""
+        """Return whether the block must not be written: several rows use it, or it is kept."""
         return self._reference_counts[block] > 1 or block in self._kept_nodes
 
     # ------------------------------------------------------------ prefixes of texts
 
     def find_prefix(self, tokens: np.ndarray, owner: Hashable) -> tuple[list[int], int]:
-        """Return the blocks of the longest known prefix of ``tokens`` (n,), and its length in tokens."""
+        """Return the blocks of the longest kept prefix of ``tokens`` (n,), and its length in tokens."""
         encoded_text = encode_tokens(tokens)
         block_bytes = self.block_size * BYTES_PER_TOKEN
         node = self._roots_by_owner.get(owner)
@@ -140,7 +141,10 @@ class BlockPool:
         return blocks, length
 
     def keep_prefix(self, tokens: np.ndarray, owner: Hashable, table: list[int]) -> None:
-        """Keep the blocks ``table`` of a row with ``tokens`` (n,); blocks already kept replace the row's own."""
+        """Keep the blocks ``table`` of a row with ``tokens`` (n,).
+
+        If a block with the same tokens is kept already, it replaces the row's own in ``table``.
+        """
         if owner is UNSHARED:
             return
         encoded_text = encode_tokens(tokens)
@@ -155,20 +159,20 @@ class BlockPool:
                 table[block_index] = child.block
                 self.release_blocks([block])
             elif not child:
-                if block in self._kept_nodes:  # as the beginning of another text: this row has not written it
+                if block in self._kept_nodes:  # kept for another text, so this row has written nothing to it
                     return
                 child = self._insert_child(node, token_bytes, block)
             node = child
 
     def keep_snapshot(self, block: int, length: int, snapshot: object) -> None:
-        """Keep ``snapshot`` of a text of ``length`` tokens beside ``block``, its last one, if that is kept."""
+        """Keep the ``snapshot`` of a text of ``length`` tokens, if its last block ``block`` is kept."""
         if block in self._kept_nodes:
             snapshots = self._snapshots.setdefault(block, {})
             self.snapshot_count += length not in snapshots
             snapshots[length] = snapshot
 
     def find_snapshot(self, blocks: list[int], length: int) -> object | None:
-        """Return the snapshot of the longest text of at most ``length`` tokens that ends in ``blocks``, if any."""
+        """Return the snapshot of the longest text up to ``length`` tokens with its end in ``blocks``, or None."""
         for block in reversed(blocks):
             lengths = [kept for kept in self._snapshots.get(block, ()) if kept <= length]
             if lengths:
@@ -177,11 +181,11 @@ class BlockPool:
 
     @property
     def _snapshot_blocks(self) -> float:
-        """How many blocks take as much memory as the snapshots."""
+        """Size of all snapshots, in blocks."""
         return self.snapshot_size * self.snapshot_count
 
     def _insert_child(self, parent: PrefixNode, token_bytes: bytes, block: int) -> PrefixNode:
-        """Keep a block below ``parent``; return its node. An idle sibling that the block contains is freed."""
+        """Add a block to the tree below ``parent``; return its node. An idle sibling with a prefix of it is freed."""
         position = parent.find_child_position(token_bytes)
         child = PrefixNode(token_bytes, block, parent)
         parent.children.insert(position, child)
@@ -199,7 +203,7 @@ class BlockPool:
         self._roots_by_owner = {owner: root for owner, root in self._roots_by_owner.items() if root.children}
 
     def restart_numbering(self) -> None:
-        """Number the blocks from 0 again, when none is in use."""
+        """Number the blocks from 0 again; all blocks must be free."""
         self._free_blocks = []
         self.needed_capacity = 0
 
@@ -221,7 +225,7 @@ def encode_tokens(tokens: np.ndarray) -> bytes:
 
 
 def count_common_encoded_tokens(a: bytes, b: bytes) -> int:
-    """Return the number of tokens in the common prefix of two encoded texts."""
+    """Return the length of the common prefix of two encoded texts, in tokens."""
     if a == b:
         return len(a) // BYTES_PER_TOKEN
     length = min(len(a), len(b))

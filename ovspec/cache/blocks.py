@@ -1,7 +1,7 @@
-"""The blocks of each row of a paged decoder, and the tensors that hold them.
+"""The block tables of a paged decoder, and the tensors with the blocks.
 
-A block holds the keys and values of a fixed number of tokens, in all layers. A row's blocks need not be adjacent, and
-forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180).
+A block has the keys and values of a fixed number of tokens, in all layers. A row's blocks need not be adjacent, and
+forked rows share blocks until a row writes to them (Kwon et al., arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INITIAL_CAPACITY = 8
 
 
 class BlockTables:
-    """The blocks of a decoder's ``rows``, which start empty."""
+    """The blocks of each row of a decoder; ``rows`` empty rows at first."""
 
     def __init__(self, rows: int, pool: BlockPool) -> None:
         self.block_size = pool.block_size
@@ -35,9 +35,9 @@ class BlockTables:
         self.version = 0  # changes whenever the tables may have changed
 
     def extend(self, row: int, begin: int, new_tokens: int) -> list[tuple[int, int]]:
-        """Make room for ``new_tokens`` tokens from position ``begin`` of ``row`` on, in blocks that no other row uses.
+        """Make room for ``new_tokens`` tokens from position ``begin`` of ``row`` on, in unshared blocks.
 
-        Returns the (from, to) pairs of blocks to copy first, in this order: those that exist and are shared.
+        Returns the shared blocks to copy before writing, as (from, to) pairs in this order.
         """
         table = self.tables[row]
         block_copies: list[tuple[int, int]] = []
@@ -53,7 +53,7 @@ class BlockTables:
         return block_copies
 
     def truncate(self, row: int, length: int) -> None:
-        """Release the blocks that the first ``length`` tokens of ``row`` don't need."""
+        """Release the blocks of ``row`` after its first ``length`` tokens."""
         table = self.tables[row]
         needed_blocks = -(-length // self.block_size)
         if len(table) > needed_blocks:
@@ -61,7 +61,7 @@ class BlockTables:
             del table[needed_blocks:]
 
     def reorder(self, rows: list[int]) -> None:
-        """Let new row i use the blocks of old row ``rows[i]``, or none if that is EMPTY_ROW."""
+        """Give new row i the blocks of old row ``rows[i]``, or no blocks for EMPTY_ROW."""
         old_tables = self.tables
         self.tables = [[] if row == EMPTY_ROW else list(old_tables[row]) for row in rows]
         for table in self.tables:
@@ -71,7 +71,7 @@ class BlockTables:
         self.version += 1
 
     def fork(self) -> BlockTables:
-        """Return a copy whose rows use the same blocks."""
+        """Return a copy with the same blocks, shared."""
         forked_tables = BlockTables(0, self.pool)
         forked_tables.tables = [list(table) for table in self.tables]
         for table in forked_tables.tables:
@@ -79,13 +79,13 @@ class BlockTables:
         return forked_tables
 
     def replace_blocks(self, row: int, blocks: list[int]) -> None:
-        """Let ``row`` use these blocks instead of its own."""
+        """Replace the blocks of ``row`` by ``blocks``, shared with their other users."""
         self.pool.add_references(blocks)
         self.release_blocks(self.tables[row])
         self.tables[row] = list(blocks)
 
     def keep_prefix(self, row: int, tokens: np.ndarray, owner: Hashable) -> None:
-        """Keep the blocks of ``row``, which hold ``tokens`` (n,), to be found by other texts."""
+        """Keep the blocks of ``row``, with ``tokens`` (n,), in the prefix cache."""
         self.pool.keep_prefix(tokens, owner, self.tables[row])
         self.version += 1
 
@@ -99,19 +99,20 @@ class BlockTables:
 
 
 class BlockTensors:
-    """Keys and values of all layers, for one decoder or several of the same compiled model.
+    """Keys and values of all layers, for all decoders of a compiled model; also its prefix cache.
 
-    The tensors are in the memory of the model's device, except features, which a head on any device reads.
+    The tensors are in the memory of the model's device. Only the features are in host memory, because the head may run
+    on another device.
 
-    ``lock`` is held while blocks change owners or an inference runs, so decoders that share blocks take turns.
-    ``max_cached_tokens``: cached tokens from which idle blocks are evicted; with 0, none are kept.
+    ``lock`` is held while blocks change owners or a forward pass runs, so decoders with the same tensors take turns.
+    ``max_cached_tokens``: number of cached tokens above which idle blocks are evicted; 0 keeps no idle blocks.
     """
 
     def __init__(self, ir: CompiledIR, max_cached_tokens: float = 0) -> None:
         self.cache_inputs = {name: ir.compiled_model.input(name) for name in ir.inputs if CACHE_INPUT.fullmatch(name)}
         self._device = ir.device
         self._feature_width = ir.output_width(FEATURES_OUTPUT)
-        # By name; a block's shape is (heads, block size, width) or, of features, (block size, width).
+        # By name. A block's shape is (heads, block size, width), or (block size, width) for features.
         self.arrays: dict[str, BlockArray] = {}
         self.lock = threading.RLock()
         self.version = 0  # changes whenever the arrays are reallocated
@@ -122,14 +123,14 @@ class BlockTensors:
             self._state_bytes = 4 * sum(map(math.prod, ir.state_advance.shapes))
             self.pool.snapshot_size = self._state_bytes / (self.block_size * kv_bytes_per_token(ir))
         self.limit_cached_tokens(max_cached_tokens)
-        self.capacity = 0  # number of blocks that the arrays have room for
+        self.capacity = 0  # in blocks
 
     def limit_cached_tokens(self, max_cached_tokens: float) -> None:
         self.pool.used_limit = int(max_cached_tokens // self.block_size)
 
     @property
     def min_snapshot_distance(self) -> float:
-        """The number of tokens whose keys and values take as much memory as the recurrent states after one of them."""
+        """The size of a snapshot of the recurrent states, in tokens with equally large keys and values."""
         return self.pool.snapshot_size * self.block_size
 
     @property
@@ -142,12 +143,12 @@ class BlockTensors:
 
     @property
     def idle_bytes(self) -> float:
-        """The bytes of blocks that no row uses."""
+        """Size of the idle blocks and of the snapshots, in bytes."""
         total_bytes = sum(array.nbytes for array in list(self.arrays.values()))
         return total_bytes * self.pool.idle_count / max(self.capacity, 1) + self.pool.snapshot_count * self._state_bytes
 
     def free_idle(self) -> None:
-        """Free the blocks that no row uses."""
+        """Free the idle blocks."""
         with self.lock:
             self.pool.free_idle_blocks()
 
@@ -159,7 +160,7 @@ class BlockTensors:
         return array.values
 
     def grow(self) -> None:
-        """Double the arrays until they have room for all blocks of the pool, but not beyond the pool's limit."""
+        """Double the arrays until the pool's blocks fit, but up to the pool's limit if this is enough."""
         capacity = max(INITIAL_CAPACITY, self.capacity)
         while capacity < self.pool.needed_capacity:
             capacity *= 2
@@ -169,7 +170,7 @@ class BlockTensors:
             self._reallocate(capacity)
 
     def shrink_if_unused(self) -> int:
-        """Shrink the arrays if no block is in use; return the size of the old arrays in bytes, or 0."""
+        """Shrink the arrays if no block is in use; return the old size in bytes, or 0 if nothing was done."""
         if self.pool.used_count or self.capacity <= INITIAL_CAPACITY:
             return 0
         freed_bytes = sum(array.nbytes for array in self.arrays.values())

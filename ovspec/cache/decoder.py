@@ -1,4 +1,4 @@
-"""The interface of a language model with its KV cache, and the code that its implementations share."""
+"""The interface of a decoder, a language model with its KV cache, and code shared by the implementations."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ovspec.base.errors import InferenceError
 from ovspec.cache.sequence import EMPTY_ROW, Sequence
 from ovspec.ir.compile import last_error_line
 
-# "exact": a token has the same bits however it was computed: alone, with others, or in one pass over its text.
-# "fast": whatever is fastest for plain decoding, without that promise.
+# "exact": a token's logits have the same bits whether it is fed alone, with others, or in a pass over the whole text.
+# "fast": the fastest plain decoding, without this guarantee.
 Arithmetic = Literal["exact", "fast"]
 
 
 @dataclass(frozen=True)
 class FeedRule:
-    """How tokens are fed, so that each has the same bits however its text is cut; found by ``setup/exactness.py``.
+    """Limits on forward passes under which a token's bits don't depend on how its text is divided into passes.
 
-    OpenVINO has several kernels for one operation, which round differently, and chooses among them by the number of
-    tokens, or of logits in the lm_head. The rule keeps to those that agree. The default, for fast arithmetic, demands
-    nothing.
+    OpenVINO chooses between differently rounding kernels by the number of tokens, and in the lm_head by the number of
+    logits. The rule, found by ``setup/exactness.py``, stays with kernels of equal results. The default, for fast
+    arithmetic, sets no limit.
 
-    queries: the fewest tokens of a row that attention gets; paged engine only.
-    fewest: the fewest tokens that an inference computes; paged engine only.
-    most: the most tokens that an inference computes, and so the most logits; None for any number.
-    first_apart: a text's first token has an inference of its own; and on the paged engine, an inference has more tokens
-        than rows.
-    rows_apart: rejected tokens are cut off, and rows share no inference; stateful engine only.
-    fewest_logits: the fewest tokens whose logits an inference computes.
-    rounded: paged engine only: an inference computes a power of two of tokens, and of logits. This one is for speed: a
-        GPU makes kernels for every number.
+    queries: minimum tokens of a row in attention; paged engine only.
+    fewest: minimum tokens in a forward pass; paged engine only.
+    most: maximum tokens in a forward pass, and so maximum logits; None for no limit.
+    first_apart: a text's first token has its own forward pass; on the paged engine, a pass also has more tokens than
+        rows.
+    rows_apart: rejected tokens are cut off, and rows share no forward pass; stateful engine only.
+    fewest_logits: minimum number of tokens with logits in a forward pass.
+    rounded: tokens and logits of a forward pass are padded to powers of two; paged engine only. This is for speed: a
+        GPU compiles kernels for every new number.
     """
 
     queries: int = 1
@@ -47,18 +47,18 @@ class FeedRule:
     rounded: bool = False
 
     def padded_token_count(self, count: int) -> int:
-        """Return how many tokens an inference computes that is fed ``count`` tokens."""
+        """Return the number of computed tokens in a forward pass over ``count`` tokens."""
         return max(self.fewest, next_power_of_two(count) if self.rounded else count)
 
     def padded_logits_count(self, count: int) -> int:
-        """Return for how many tokens an inference computes logits if those of ``count`` tokens are needed."""
+        """Return the number of tokens with computed logits in a forward pass if ``count`` are needed."""
         return max(self.fewest_logits, next_power_of_two(count) if self.rounded else count)
 
     def choose_token_count_to_add(self, width: int, count: int) -> int:
         """Return how many of ``count`` tokens to feed together with ``width`` others.
 
-        The number is smaller than ``count`` where the last tokens would begin another inference, which takes time for
-        any number of tokens.
+        The result is below ``count`` if a few last tokens would need another forward pass: even a narrow pass takes
+        time.
         """
         if not self.most:
             return count
@@ -69,7 +69,7 @@ class FeedRule:
 
     @functools.cached_property
     def label(self) -> str:
-        """The rule in words, kept because every text's statistics have them."""
+        """The rule in words; cached, because it is in the statistics of every text."""
         demands = {
             f"at least {self.fewest} tokens an inference": self.fewest > 1,
             f"at least {self.fewest_logits} logits an inference": self.fewest_logits > 1,
@@ -91,11 +91,14 @@ def next_power_of_two(count: int) -> int:
 
 FAST_RULE = FeedRule()
 FAST_GPU_RULE = FeedRule(rounded=True)
-Features = list[np.ndarray] | None  # of each row (tokens, width) float32; None for a model that isn't a head
+Features = list[np.ndarray] | None  # by row, (tokens, width) float32; None unless the model is a head
 
 
 def split_into_inferences(counts: list[int], max_tokens: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield, for each inference of at most ``max_tokens``, every row's (begin, end) among its ``counts`` tokens."""
+    """Divide rows of ``counts`` tokens into forward passes of at most ``max_tokens``, row after row.
+
+    Yields, for each pass, every row's (begin, end) among its tokens.
+    """
     row_begins = [0, *itertools.accumulate(counts)]
     for first_token in range(0, row_begins[-1], max_tokens):
         yield [
@@ -104,8 +107,8 @@ def split_into_inferences(counts: list[int], max_tokens: int) -> Iterator[list[t
         ]
 
 
-# Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
-# weights, which the inference reads in any case.
+# Prompt tokens of a joining row per forward pass, if the other rows aren't padded to this width. The pass reads all
+# weights anyway, so fewer tokens would waste memory bandwidth.
 JOINING_CHUNK_TOKENS = 64
 MAX_REUSED_WIDTH = 16  # token arrays up to this width are kept and reused
 
@@ -118,14 +121,14 @@ class RollbackMethod:
     """How a model's tokens are rolled back, found by probing (``setup/rollback_probing.py``).
 
     kv: "mask": attention skips dead slots. "trim": slots must be contiguous, so the state is cut. "blocks": the paged
-        decoder passes a smaller length to the next inference. None: the model has no keys and values.
-    mask_until: number of slots up to which masking is exact (set by a sliding window); None for any number.
-    replay: whether some states can't be cut (convolution, SSM), so that a snapshot is restored and the tokens after
-        it that remain are fed again.
-    advances: the same, but the states before the last inference are kept, and advanced by those of its tokens that
-        remain; paged decoder only.
-    copies: stateful engine: which infer requests compute rightly with copied states: "any", or only one that has "run"
-        since it was reset. None: not even the one that they come from, so that texts are read again instead.
+        decoder passes a smaller length to the next forward pass. None: the model has no keys and values.
+    mask_until: number of slots up to which masking is exact (set by a sliding window); None for no limit.
+    replay: some states can't be cut (convolution, SSM): a snapshot is restored, and the kept tokens after it are fed
+        again.
+    advances: some states can't be cut: the states before the last forward pass are kept, and advanced by its kept
+        tokens; paged decoder only.
+    copies: stateful engine: infer requests able to compute with copied states: "any", or only a request that has "run"
+        since its reset. None: copies never work, not even in the original request, so texts are read again instead.
     """
 
     kv: Literal["mask", "trim", "blocks"] | None
@@ -136,7 +139,7 @@ class RollbackMethod:
 
     @functools.cached_property
     def label(self) -> str:
-        """The way in words, kept as a rule's are."""
+        """The method in words; cached, because it is in the statistics of every text."""
         kv_label: str | None = self.kv
         if kv_label == "mask" and self.mask_until:
             kv_label = f"mask until {self.mask_until}"
@@ -153,14 +156,14 @@ def replace_masking_by_trimming(rollback: RollbackMethod) -> RollbackMethod:
 
 
 class BaseDecoder(Protocol):
-    """The part of the interface that decoders of models and of heads share: rows of tokens in, logits out.
+    """The interface shared by decoders of models and of heads: rows of tokens in, logits out.
 
-    See ``sequence.catch_up``.
+    ``sequence.catch_up`` brings a decoder's rows up to date with their texts.
     """
 
     context_length: int | None
     rule: FeedRule
-    fills_width: bool  # whether ``feed`` fills an inference up to a width
+    fills_width: bool  # whether ``feed`` fills a forward pass up to ``width`` tokens
 
     @property
     def rows(self) -> list[Sequence]:
@@ -169,31 +172,31 @@ class BaseDecoder(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in inference so far."""
+        """Seconds spent in forward passes so far."""
         ...
 
     @property
     def inferences(self) -> int: ...
 
     def reset(self, rows: int) -> None:
-        """Empty the cache and start over with ``rows`` empty rows; with 0 rows, release its memory."""
+        """Empty the cache, and start over with ``rows`` empty rows; 0 rows free its memory."""
 
     def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:
-        """Append ``tokens[row]`` (n,) int64 to each row, in one inference or in as many as the rule demands.
+        """Append ``tokens[row]`` (n,) int64 to each row, in a single forward pass unless the rule demands more.
 
         Returns, for each row, the logits after its last ``logits_counts[row]`` new tokens: (logits_counts[row], vocab)
         float32, valid until the next call. A row may get no tokens.
 
-        ``width``: a decoder that ``fills_width`` computes at least this many tokens, some of them once more, because
-        an inference of another width than the one before takes longer.
+        ``width``: minimum number of tokens to compute, if the decoder ``fills_width``: it computes some tokens again,
+        because a change of width between forward passes costs time.
         """
         ...
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
-        """Let each row with many unread tokens in ``sequences`` start from a prefix of another row or text."""
+        """Start each row with many unread tokens in ``sequences`` from the cached prefix of another row or text."""
 
     def truncate(self, row: int, length: int) -> None:
-        """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` shows which tokens remain."""
+        """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` has the remaining tokens."""
 
     def reorder(self, rows: list[int]) -> None:
         """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY_ROW."""
@@ -207,66 +210,69 @@ class Decoder(BaseDecoder, Protocol):
 
     @property
     def blocks_used(self) -> int:
-        """The number of blocks that rows use, including the rows of decoders that share the blocks."""
+        """Number of blocks in use by rows, including rows of other decoders with the same blocks."""
         ...
 
     def feed(
         self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
-        """See ``BaseDecoder``. ``features``: the target's features that a head reads with each token."""
+        """See ``BaseDecoder``. ``features``: for a head, the target's features of each row's new tokens."""
         ...
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
-        """Return the features of the tokens from ``begin`` to ``end`` of ``row``, (n, width) float32, for a head.
+        """Return a head's input for the tokens ``begin`` to ``end`` of ``row``: their features, (n, width) float32.
 
-        They are part of the cache: kept, shared and copied together with keys and values.
+        Features are part of the cache: kept, shared and copied together with keys and values.
         """
         ...
 
     @property
     def hidden(self) -> list[np.ndarray]:
-        """A head's own outputs, which it reads in place of features: each row's (logits, width), last inference."""
+        """A head's outputs of its last forward pass, by row, (logits, width): its next input in place of features."""
         ...
 
     def joining_chunk_tokens(self, counts: list[int]) -> int:
-        """Return how many prompt tokens a row may read while others feed ``counts`` tokens, without much delay."""
+        """Return how many prompt tokens fit beside rows with ``counts`` new tokens without much delay."""
         ...
 
     def fork(self) -> Decoder:
-        """Return a decoder with the same rows and an infer request of its own; empty if a copy would not be exact."""
+        """Return a decoder with copies of the rows and its own infer request; empty if copies aren't exact."""
         ...
 
     def dump(self) -> dict[str, np.ndarray]:
-        """Return the cache of row 0, for ``restore`` in another process; {} if a copy would not be exact."""
+        """Return the cache of row 0, for ``restore`` in another process; {} if copies aren't exact."""
         ...
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Start over with a row ``tokens`` (n,) and its cache from ``dump``; raises ValueError if it doesn't fit."""
+        """Start over with a single row of ``tokens`` (n,) and its cache from ``dump``.
+
+        Raises ValueError if the cache is from another model or another KV precision.
+        """
 
 
 class PrefixCache(Protocol):
-    """The KV caches of ended texts of a model, kept for texts with the same prefix. Decoders of the model share it."""
+    """KV caches of a model's ended texts, kept for texts with the same prefix; shared by the model's decoders."""
 
     @property
     def idle_count(self) -> int:
-        """The number of blocks that are kept though no text needs them; tokens on the stateful engine."""
+        """Number of kept blocks without a running text; tokens on the stateful engine."""
         ...
 
     @property
     def evicted_count(self) -> int:
-        """The number of blocks so far that were kept and then evicted; tokens on the stateful engine."""
+        """Number of blocks evicted so far; tokens on the stateful engine."""
         ...
 
     @property
     def idle_bytes(self) -> float:
-        """The bytes of kept caches that no text needs."""
+        """Size of the kept caches without a running text, in bytes."""
         ...
 
     def limit_cached_tokens(self, max_cached_tokens: float) -> None:
-        """Evict kept caches once ``max_cached_tokens`` are cached."""
+        """Evict kept caches from now on if more than ``max_cached_tokens`` are cached."""
 
     def free_idle(self) -> None:
-        """Free the caches that no text needs."""
+        """Free all kept caches without a running text."""
 
 
 # ---------------------------------------------------------------- shared by the implementations
@@ -276,10 +282,12 @@ class PrefixCache(Protocol):
 def compute_logits_indices(
     counts: tuple[int, ...], logits_counts: tuple[int, ...], min_positions: int, packed: bool = False
 ) -> np.ndarray:
-    """Return the flat indices of each row's last ``logits_counts`` of ``counts`` tokens.
+    """Return the flat indices (n,) of each row's last ``logits_counts`` of ``counts`` tokens.
 
-    Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The last index is repeated until
-    there are ``min_positions``, at least one: not every device can run a kernel on an empty list.
+    Rows are padded to the longest, or follow each other without gaps if ``packed``. The last index is repeated up to
+    ``min_positions`` indices. Callers ask for at least 1: some devices can't run a kernel on an empty list.
+
+    Raises ValueError if no row has tokens, or a row has fewer tokens than logits.
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")
@@ -296,7 +304,7 @@ def compute_logits_indices(
 
 
 def count_computed_tokens(decoder: BaseDecoder, tokens: list[np.ndarray]) -> int:
-    """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
+    """Return how many tokens ``decoder`` computes for ``tokens``, without filling up to a width."""
     token_count = sum(map(len, tokens))
     return token_count and decoder.rule.padded_token_count(token_count)
 
@@ -308,12 +316,12 @@ def split_logits_by_row(logits: np.ndarray, logits_counts: list[int]) -> list[np
 
 
 def reorder_sequences(sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
-    """Return copies of ``sequences`` in the new order; see ``Decoder.reorder``."""
+    """Return copies of ``sequences`` in the order ``rows``; see ``Decoder.reorder``."""
     return [Sequence() if row == EMPTY_ROW else sequences[row].copy() for row in rows]
 
 
 class TokenArrayCache(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
-    """Maps a shape to int64 arrays for token ids and positions; keeps small ones, which saves binding new ones."""
+    """Int64 arrays for token ids and positions, by shape; small arrays are reused, which saves binding new ones."""
 
     def __missing__(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         arrays = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -323,7 +331,7 @@ class TokenArrayCache(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
 
 
 def convert_feed_error(error: BaseException, device: str) -> BaseException:
-    """Return what ``feed`` raises for ``error``: an InferenceError if the inference failed, else ``error`` itself."""
+    """Return an InferenceError if ``error`` is a failed forward pass or lack of memory, else ``error`` itself."""
     if isinstance(error, MemoryError):
         return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")
     if isinstance(error, RuntimeError):

@@ -1,4 +1,4 @@
-"""Make the decoder that fits a compiled model, and the prefix cache that its decoders share."""
+"""Make the right decoder for a compiled model, and the prefix cache of the model's decoders."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def make_decoder(
     rule: FeedRule = FAST_RULE,
     prefix_cache: PrefixCache | None = None,
 ) -> Decoder:
-    """Return a decoder that fits the model's states, the rule and ``rollback``, which tells the engine.
+    """Return a decoder for the model's states, the rule and the engine; the engine follows from ``rollback``.
 
-    On the stateful engine, where the rule keeps rows apart, rejected tokens are cut off, because masked slots change
-    bits as padding does.
+    On the stateful engine, a rule with ``rows_apart`` cuts rejected tokens off, because masked slots change bits like
+    padding.
 
-    ``prefix_cache``: from ``make_prefix_cache``; nothing is shared by default.
+    ``prefix_cache``: from ``make_prefix_cache``; None to share no prefixes with other decoders.
     """
     if rollback.kv == "blocks":
         tensors = prefix_cache if isinstance(prefix_cache, BlockTensors) else None
@@ -51,7 +51,7 @@ def make_decoder(
 def make_prefix_cache(ir: CompiledIR, rollback: RollbackMethod, max_cached_tokens: float) -> PrefixCache | None:
     """Return a prefix cache of ``max_cached_tokens`` for ``make_decoder``; None for a head on the stateful engine.
 
-    Such a head reads its text again, with the features that the model's cache has kept.
+    There a head reads its text again, with the features from its target's prefix cache.
     """
     if rollback.kv == "blocks":
         return BlockTensors(ir, max_cached_tokens)

@@ -1,12 +1,11 @@
-"""The decoder of a head, which reads its target's features with each token: EAGLE-3 or MTP layers.
+"""The decoder of a head: EAGLE-3 or MTP layers, reading the target's features with each token.
 
-An entry of a layer's cache is a token with the features of a token before it: in the first layer the token right
-before, in each next layer one further back, with the output of the layer before as features (DeepSeek-V3, arXiv
-2412.19437). So of n tokens whose features are known, every layer has n entries, and the last one proposes the first,
-the second, … token that the target hasn't read.
+Entry i in the cache of layer d (from 1) combines the token at position i + d with the features of position i: the
+target's for d = 1, the output of layer d - 1 at entry i for later layers (DeepSeek-V3, arXiv 2412.19437). With features
+of the first n positions, every layer has n entries, and the last entry of layer d proposes the token at position n + d.
 
-Beyond its layers, a head reads the last layer's own output instead of features; such guessed entries are dropped once
-it has proposed.
+To propose more tokens than there are layers, the last layer reads its own output in place of features. These guessed
+entries are dropped after the proposal.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class HeadDecoder:
-    """A ``BaseDecoder`` whose rows follow the texts of a target's rows.
+    """A ``BaseDecoder`` for a head, with the same rows as its target's decoder.
 
     Args:
-        layer_decoders: the decoder of each layer's own graph, of which an EAGLE-3 head has one; its row i holds the
-            entries of the target's row i.
-        target: the decoder that has the first layer's features.
+        layer_decoders: the decoder of each layer; an EAGLE-3 head has a single layer. Row i has the entries of the
+            target's row i.
+        target: the target's decoder, the source of the first layer's features.
     """
 
     fills_width = False
@@ -51,7 +50,7 @@ class HeadDecoder:
         return sum(decoder.inferences for decoder in self._layer_decoders)
 
     def count_known_features(self, row: int, sequence: Sequence) -> int:
-        """Return the number of tokens before the last one of ``sequence`` that have features."""
+        """Return the number of leading tokens of ``sequence`` with features, without counting its last token."""
         return max(0, min(self._target.rows[row].common_prefix_length(sequence.tokens), len(sequence) - 1))
 
     def reset(self, rows: int) -> None:
@@ -60,7 +59,7 @@ class HeadDecoder:
         self._reset_rows(rows)
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
-        """Keep each row's entries that fit its text, or reuse entries that another text has left."""
+        """Cut each row's entries to the common prefix with its text, or take a longer prefix from the prefix cache."""
         self._own_last_outputs.clear()
         for row, sequence in enumerate(sequences):
             self._feature_counts[row] = self.count_known_features(row, sequence)
@@ -74,15 +73,16 @@ class HeadDecoder:
             read_sequence.commit(tokens[shared_count:])
 
     def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
-        """Append tokens as ``Decoder.feed`` does; each row can get at most the logits after its last token.
+        """Append tokens like ``Decoder.feed``; a row can get only the logits after its last token.
 
-        Each layer reads its tokens with features in one inference; the last layer reads tokens after them one by one.
+        Each layer reads all tokens with features in a single forward pass. The last layer then reads the tokens without
+        features one by one.
         """
         for read_sequence, row_tokens in zip(self.rows, tokens, strict=True):
             read_sequence.commit(row_tokens)
         fed_rows = [row for row, row_tokens in enumerate(tokens) if len(row_tokens)]
         proposing_rows = [row for row in fed_rows if logits_counts[row]]
-        # The layer that proposes each row's next token; the layers after it read nothing.
+        # By row, the layer for proposing the next token; later layers read nothing.
         depths = dict.fromkeys(fed_rows, 1) | {row: self._choose_proposing_layer(row) for row in proposing_rows}
         logits = [NO_LOGITS] * len(tokens)
         for depth, decoder in enumerate(self._layer_decoders, 1):
@@ -99,17 +99,17 @@ class HeadDecoder:
         guessing_rows = [row for row in proposing_rows if depths[row] == len(self._layer_decoders)]
         while parts := self._select_guessed_entries(guessing_rows):
             for row in guessing_rows:
-                logits[row] = logits[row].copy()  # before the next inference
+                logits[row] = logits[row].copy()  # the next forward pass overwrites them
             self._feed_layer(self._last_layer, parts, self._own_last_outputs, {*parts}, logits)
         return logits
 
     def drop_guessed_entries(self) -> None:
-        """Drop the entries that were made without features."""
+        """Drop the entries made without the target's features."""
         for row, (feature_count, cached_entries) in enumerate(
             zip(self._feature_counts, self._last_layer.rows, strict=True)
         ):
             if len(cached_entries) > feature_count:
-                cached_entries.rewind(feature_count)  # first, so that no other text finds them
+                cached_entries.rewind(feature_count)  # first, so ``truncate`` doesn't put them into the prefix cache
                 self._last_layer.truncate(row, feature_count)
 
     def truncate(self, row: int, length: int) -> None:
@@ -125,8 +125,8 @@ class HeadDecoder:
         self.rows = sequences
 
     def _reset_rows(self, row_count: int) -> None:
-        self.rows = [Sequence() for _ in range(row_count)]  # the text that each row has read, its first token included
-        # Tokens of the text with features: at least those of the entries that remain.
+        self.rows = [Sequence() for _ in range(row_count)]  # the tokens read in each row, including the first token
+        # Tokens with features by row, at least the number of remaining entries.
         self._feature_counts = list(map(len, self._layer_decoders[0].rows))
         # The last layer's output for its last entry, (1, width), by row.
         self._own_last_outputs: dict[int, np.ndarray] = {}
@@ -137,11 +137,11 @@ class HeadDecoder:
             layer_tokens = sequence.tokens[depth:]
             feature_count = self._feature_counts[row]
             cached_entries = decoder.rows[row]
-            # Entries are also computed from the first tokens, which none of them contains.
+            # Entries also depend on the text's first tokens, but don't contain them, so the owner includes them.
             owner = (sequence.owner, *sequence.tokens[:depth].tolist()) if len(sequence) else None
             shared_count = 0
             if cached_entries.owner == owner:
-                # The last one is read again.
+                # The last entry is read again.
                 shared_count = cached_entries.common_prefix_length(layer_tokens[: max(0, feature_count - 1)])
             if shared_count < len(cached_entries):
                 decoder.truncate(row, shared_count)
@@ -157,14 +157,14 @@ class HeadDecoder:
             cached_entries.owner = entry_sequence.owner
 
     def _choose_proposing_layer(self, row: int) -> int:
-        """Return which layer proposes the token after those that ``row`` has read, counted from 1."""
+        """Return the number of the layer, from 1, for proposing the token after the read tokens of ``row``."""
         unknown_count = len(self.rows[row]) - self._feature_counts[row]
         return min(max(unknown_count, 1), len(self._layer_decoders))
 
     def _select_tokens_with_features(self, row: int, depth: int, wants_logits: bool) -> np.ndarray:
-        """Return the tokens of ``row`` that a layer hasn't read, and that have features.
+        """Return the unread tokens of ``row`` with features, for layer ``depth``.
 
-        ``wants_logits``: the layer reads the last token again if it has read all of them.
+        ``wants_logits``: if the layer has read all tokens, the last is read again.
         """
         layer_tokens = self.rows[row].tokens[depth:]
         end = min(self._feature_counts[row], len(layer_tokens))
@@ -174,7 +174,7 @@ class HeadDecoder:
         return layer_tokens[len(decoder.rows[row]) : end]
 
     def _select_guessed_entries(self, rows: list[int]) -> dict[int, np.ndarray]:
-        """Return the next token, by row, that the last layer hasn't read, and that has no features."""
+        """Return, by row, the last layer's next unread token without features, (1,), if there is any."""
         entry_counts = {row: len(self._last_layer.rows[row]) for row in rows}
         layer_tokens = {row: self.rows[row].tokens[len(self._layer_decoders) :] for row in rows}
         return {
@@ -191,7 +191,7 @@ class HeadDecoder:
         logits_rows: set[int],
         logits: list[np.ndarray],
     ) -> None:
-        """Append ``parts`` and their features, by row, to a layer, and write the logits of ``logits_rows``, in place.
+        """Append ``parts`` with their features, by row, to a layer, and write the logits of ``logits_rows`` in place.
 
         Rows without a part get no tokens.
         """

@@ -1,9 +1,9 @@
-"""The paged decoder of models that have recurrent states besides keys and values (hybrids).
+"""The paged decoder of hybrid models, with recurrent states besides keys and values.
 
-The decoder owns the states, as it owns the blocks: an inference reads them from one set of tensors and writes them to
-another, which nothing writes to again while it is needed. So going back to the tokens before an inference costs
-nothing, rows that share a beginning share its states, and a kept prefix has the states at its end beside its blocks.
-Going back to a token of the last inference runs the model that advances states (``ir/recurrent_states.py``).
+The decoder owns the states, like the blocks. A forward pass reads them from a set of tensors and writes them to
+another set; while needed, a written set is never changed. So a rollback to the tokens before a forward pass is free,
+rows with a common prefix share its states, and the prefix cache keeps a prefix's states beside its blocks. A rollback
+to a token inside the last forward pass runs the model for advancing states (``ir/recurrent_states.py``).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ovspec.ir.compile import CompiledIR
 from ovspec.ir.recurrent_states import STATE_INPUT, STATE_OUTPUT, UPDATE, UPDATE_COUNT_INPUT
 from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
-MAX_UPDATES = 32  # an inference of up to this many tokens can be rolled back to any of them
-MAX_SNAPSHOTS = 8  # that a row keeps to go back further
-SPARE_SETS = 3  # sets of tensors that are kept for inferences to come
+MAX_UPDATES = 32  # a forward pass over up to this many tokens can be rolled back to any of them
+MAX_SNAPSHOTS = 8  # per row, for rollbacks further back
+SPARE_SETS = 3  # sets of tensors to reuse in later forward passes
 
 
 @dataclass(eq=False)
 class StateSnapshot:
-    """The recurrent states after the first ``length`` tokens of a text; nothing writes to them any more."""
+    """The recurrent states after the first ``length`` tokens of a text; read-only."""
 
     length: int
     tensors: list[ov.Tensor]
-    spare_tensors: list[list[ov.Tensor]] = field(repr=False)  # where the tensors go when nobody needs them
+    spare_tensors: list[list[ov.Tensor]] = field(repr=False)  # gets the tensors when the snapshot is deleted
 
     def __del__(self) -> None:
         if len(self.spare_tensors) < SPARE_SETS:
@@ -45,13 +45,13 @@ class StateSnapshot:
 
 @dataclass
 class RowStates:
-    """The states that a row can continue from.
+    """The known states of a row, from which it can continue.
 
-    before: the states before the last inference.
-    updates: the values by which each token of the last inference changes the states; [] if it had too many tokens.
-    update_count: number of tokens that the updates are for.
-    after: the states after the last inference; None if they contain tokens that aren't the row's.
-    snapshots: earlier states, in the order of their lengths.
+    before: the states before the last forward pass.
+    updates: how each token of the last forward pass changes the states; [] if the pass had too many tokens.
+    update_count: number of tokens in the updates.
+    after: the states after the last forward pass; None if they include filling or rejected tokens.
+    snapshots: earlier states, by increasing length.
     """
 
     before: StateSnapshot
@@ -66,7 +66,7 @@ class RowStates:
         return other
 
     def find_restorable_length(self, length: int) -> int:
-        """Return the greatest length, at most ``length``, at which the states are known or can be computed."""
+        """Return the greatest length up to ``length`` with known or computable states, in tokens."""
         if self.after and self.after.length <= length:
             return self.after.length
         if self.before.length <= length:
@@ -75,7 +75,7 @@ class RowStates:
         return self.snapshots[index - 1].length if index else 0
 
     def truncate(self, length: int) -> None:
-        """Forget all states of more than ``length`` tokens, which is a restorable length."""
+        """Forget all states of more than ``length`` tokens; ``length`` must be restorable."""
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
         if self.after and self.after.length > length:
             self.after = None
@@ -87,9 +87,10 @@ class RowStates:
             self.update_count = min(self.update_count, length - self.before.length)
 
     def add_snapshot(self, snapshot: StateSnapshot, min_distance: float) -> None:
-        """Keep ``snapshot``, and the earlier ones if they are at least ``min_distance`` tokens apart.
+        """Add ``snapshot``; drop the last earlier snapshot if it is within ``min_distance`` tokens of its predecessor.
 
-        If there are too many, the one is forgotten whose neighbours are closest, relative to the end.
+        Above ``MAX_SNAPSHOTS``, the snapshot with the closest neighbours is dropped, closeness being the ratio of the
+        neighbours' distances from the end. So snapshots are dense near the end.
         """
         if len(self.snapshots) > 1 and self.snapshots[-1].length - self.snapshots[-2].length < min_distance:
             self.snapshots.pop()
@@ -97,16 +98,16 @@ class RowStates:
         if len(self.snapshots) > MAX_SNAPSHOTS:
             end = snapshot.length + 1
             distances = [end - kept.length for kept in self.snapshots]
-            # The first, of length 0, and the last are kept.
+            # The first (of length 0) and the last snapshot are never dropped.
             ratios = [distances[i - 1] / distances[i + 1] for i in range(1, len(distances) - 1)]
             del self.snapshots[1 + int(np.argmin(ratios))]
 
 
 class HybridDecoder(PagedDecoder):
-    """A ``PagedDecoder`` of a model with recurrent states; each row has an inference of its own.
+    """A ``PagedDecoder`` for a model with recurrent states; each row has its own forward pass.
 
-    Where the rule demands more tokens than are fed, the row's last ones are computed again, from the states before
-    them, as far as these are at hand; the rest are copies of the last token, and the states after them are unused.
+    If the rule demands more tokens than are fed, the row's last tokens are computed again from earlier states, if
+    known. The last token is repeated for the rest, and the states after the copies are unused.
     """
 
     rollback = RollbackMethod("blocks", advances=True)
@@ -133,8 +134,8 @@ class HybridDecoder(PagedDecoder):
         for tensor in self._initial_snapshot.tensors:
             tensor.data[...] = 0
         self._states: list[RowStates] = []
-        self._updates_row: int | None = None  # the row whose updates are in the request's memory
-        self._start_snapshot: StateSnapshot | None = None  # of the inference that is being prepared
+        self._updates_row: int | None = None  # the row with its updates still in the request's memory
+        self._start_snapshot: StateSnapshot | None = None  # states at the start of the forward pass in preparation
         super().__init__(ir, vocabulary, rule, tensors)
 
     # ------------------------------------------------------------ rows
@@ -229,7 +230,7 @@ class HybridDecoder(PagedDecoder):
                     block = self._tables.tables[row][(snapshot.length - 1) // self.block_size]
                     self._tensors.pool.keep_snapshot(block, snapshot.length, snapshot)
 
-    # ------------------------------------------------------------ inferences
+    # ------------------------------------------------------------ forward passes
 
     def _append_tokens(
         self,
@@ -247,7 +248,8 @@ class HybridDecoder(PagedDecoder):
 
     def _append_to_row(self, row: int, tokens: np.ndarray, logits_count: int) -> np.ndarray:
         """Append ``tokens`` to ``row``; return its last ``logits_count`` logits, valid until the next call."""
-        # Several may be rolled back; and a text that is read again feeds its last token for the logits.
+        # Tokens with logits may be rolled back, so they get a narrow forward pass with updates. With a prefix cache a
+        # single one does, too: the same text again only needs its last token.
         min_kept_count = 1 if self._tensors.pool.used_limit else 2
         if len(tokens) > MAX_UPDATES and min_kept_count <= logits_count <= MAX_UPDATES:
             self._append_to_row(row, tokens[:-logits_count], 0)
@@ -262,7 +264,7 @@ class HybridDecoder(PagedDecoder):
         return logits
 
     def _fill_up_inference(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
-        """Prepare the inference of the only row with tokens: choose the states that it starts from, and bind them."""
+        """Prepare the forward pass of the only row with tokens: choose its starting states, and bind them."""
         row = next(row for row, (_, new_tokens) in enumerate(row_inputs) if len(new_tokens))
         position, new_tokens = row_inputs[row]
         before = self._states[row].before
@@ -284,7 +286,7 @@ class HybridDecoder(PagedDecoder):
         return row_inputs
 
     def _finish_inference(self, row: int, token_count: int) -> None:
-        """Take over the states after the inference that ``_fill_up_inference`` has prepared."""
+        """Take over the states after the forward pass prepared by ``_fill_up_inference``."""
         assert self._start_snapshot
         states = self._states[row]
         length = len(self.rows[row])
@@ -308,14 +310,14 @@ class HybridDecoder(PagedDecoder):
         self._start_snapshot = None
 
     def _keep_updates(self) -> None:
-        """Copy the updates that the next inference will overwrite."""
+        """Copy the last updates, before the next forward pass overwrites them."""
         if self._updates_row is not None:
             states = self._states[self._updates_row]
             states.updates = [update.copy() for update in states.updates]
             self._updates_row = None
 
     def _compute_states(self, row: int, length: int) -> StateSnapshot:
-        """Return the states of ``row`` after its first ``length`` tokens, a restorable length."""
+        """Return the states of ``row`` after its first ``length`` tokens; ``length`` must be restorable."""
         states = self._states[row]
         if states.after and states.after.length == length:
             return states.after
@@ -328,7 +330,7 @@ class HybridDecoder(PagedDecoder):
         for index in self._state_indices:
             request.set_input_tensor(index, states.before.tensors[index])
             request.set_output_tensor(index, tensors[index])
-        update_parts: list[np.ndarray] = []  # kept alive until the inference is over
+        update_parts: list[np.ndarray] = []  # keeps the arrays alive until the forward pass is over
         for index in self._update_indices:
             part = (slice(None),) * self._advance.token_axes[index] + (slice(count),)
             update_parts.append(np.ascontiguousarray(states.updates[index][part]))
@@ -338,12 +340,12 @@ class HybridDecoder(PagedDecoder):
         return StateSnapshot(length, tensors, self._spare_tensors)
 
     def _take_tensors(self) -> list[ov.Tensor]:
-        """Return tensors for states that nobody needs."""
+        """Return unused tensors for a set of states."""
         if self._spare_tensors:
             return self._spare_tensors.pop()
         return [ov.Tensor(ov.Type.f32, ov.Shape(shape)) for shape in self._advance.shapes]
 
 
 def paged_decoder_class(ir: CompiledIR) -> type[PagedDecoder]:
-    """Return the class of paged decoders that fits the model's states."""
+    """Return the paged decoder's class for the model: hybrid if it has recurrent states."""
     return HybridDecoder if ir.state_advance else PagedDecoder

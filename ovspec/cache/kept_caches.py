@@ -1,6 +1,6 @@
-"""The prefix cache of the stateful engine: copies of the caches of ended texts, for texts with the same prefix.
+"""The prefix cache of the stateful engine: copies of ended texts' caches, for texts with the same prefix.
 
-The paged engine shares blocks instead (``block_pool.py``), which copies nothing.
+The paged engine shares blocks instead, without copies (``block_pool.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ovspec.ir.memory import kv_bytes_per_token, recurrent_row_bytes
 
 @dataclass(eq=False)
 class KeptCache:
-    """A text and its cache: the arrays of ``Decoder.dump``."""
+    """A text and its cache, the arrays from ``Decoder.dump``."""
 
     text: Sequence
     arrays: dict[str, np.ndarray]
@@ -33,17 +33,17 @@ class KeptCache:
 
 
 class CacheUser(Protocol):
-    """A decoder, whose rows' caches take memory, too."""
+    """A decoder with rows to count as cached tokens."""
 
     @property
     def rows(self) -> list[Sequence]: ...
 
 
 class KeptCaches:
-    """Caches of ended texts of a model; each text is found by its beginning, or as a whole if it has recurrent states.
+    """Caches of a model's ended texts. A text with recurrent states is usable only as a whole, not a prefix of it.
 
-    The longest unused are evicted once they and the rows of all decoders have ``max_cached_tokens``; a cache counts as
-    many as take its memory.
+    The least recently used caches are evicted if they and all decoders' rows exceed ``max_cached_tokens``. A cache
+    counts by its memory: as the number of tokens with equally large keys and values.
     """
 
     def __init__(self, ir: CompiledIR, max_cached_tokens: float) -> None:
@@ -54,7 +54,7 @@ class KeptCaches:
         self._has_recurrent_states = bool(ir.recurrent_states)
         self._rope_switch = ir.config.rope_switch_length or sys.maxsize
         self._max_bytes = max_cached_tokens * self._token_bytes
-        self._caches: list[KeptCache] = []  # the longest unused first
+        self._caches: list[KeptCache] = []  # least recently used first
         self._users = weakref.WeakSet[CacheUser]()
         self._lock = threading.Lock()
 
@@ -64,7 +64,7 @@ class KeptCaches:
 
     @property
     def idle_count(self) -> int:
-        """The number of tokens that take as much memory as the kept caches."""
+        """Size of the kept caches, in tokens."""
         return int(self.idle_bytes / self._token_bytes)
 
     def limit_cached_tokens(self, max_cached_tokens: float) -> None:
@@ -77,18 +77,18 @@ class KeptCaches:
             self._caches.clear()
 
     def add_user(self, user: CacheUser) -> None:
-        """Count the rows of a decoder from now on."""
+        """Count the rows of decoder ``user`` from now on."""
         with self._lock:
             self._users.add(user)
 
     def make_room_for_rows(self) -> None:
-        """Evict caches if the decoders' rows have grown."""
+        """Evict caches if needed because the decoders' rows have grown."""
         if self._caches:
             with self._lock:
                 self._evict()
 
     def keep(self, text: Sequence, dump: Callable[[], dict[str, np.ndarray]]) -> None:
-        """Keep what ``dump`` returns, the cache of ``text``, unless a longer text's contains it."""
+        """Keep the cache of ``text``, the result of ``dump``, unless a kept cache has ``text`` as a prefix."""
         if text.owner is UNSHARED or len(text) * self._kv_bytes > self._max_bytes:
             return
         with self._lock:
@@ -106,10 +106,10 @@ class KeptCaches:
                 or self._measure_prefix(new_cache, cache.text.tokens) < len(cache.text)
             ]
             self._caches.append(new_cache)
-            self._evict(len(text))  # whose row is about to go on without it
+            self._evict(len(text))  # the text's row is about to be emptied, so don't count it
 
     def find_prefix(self, tokens: np.ndarray, owner: Hashable, min_length: int) -> KeptCache | None:
-        """Return the longest known prefix of ``tokens`` (n,) with its cache, or None if it is too short."""
+        """Return the longest kept prefix of ``tokens`` (n,) with its cache, or None below ``min_length`` tokens."""
         if len(tokens) < min_length:
             return None
         with self._lock:
@@ -130,9 +130,9 @@ class KeptCaches:
             return KeptCache(Sequence(cache.text.tokens[:length]), arrays)
 
     def _measure_prefix(self, cache: KeptCache, tokens: np.ndarray) -> int:
-        """Return the length of the common prefix to which ``cache`` can be cut."""
+        """Return the length of the common prefix of ``cache`` and ``tokens``, or 0 if the cache can't be cut to it."""
         length = cache.text.common_prefix_length(tokens)
-        crosses_switch = length <= self._rope_switch < len(cache.text)  # its keys were rotated for a longer text
+        crosses_switch = length <= self._rope_switch < len(cache.text)  # its keys are rotated for a longer text
         if length < len(cache.text) and (self._has_recurrent_states or crosses_switch):
             return 0
         return length
@@ -142,7 +142,7 @@ class KeptCaches:
         self._caches.append(cache)
 
     def _evict(self, uncounted_tokens: int = 0) -> None:
-        """Evict caches until they and the rows fit, of which ``uncounted_tokens`` don't count."""
+        """Evict caches until they and the rows fit, without counting ``uncounted_tokens`` of the rows."""
         row_tokens = max(0, sum([len(row) for user in self._users for row in user.rows]) - uncounted_tokens)
         max_idle_bytes = self._max_bytes - row_tokens * self._kv_bytes
         while self._caches and self.idle_bytes > max_idle_bytes:

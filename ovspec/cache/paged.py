@@ -1,7 +1,7 @@
-"""The decoder that keeps its KV cache in blocks of its own, on the same IR after OpenVINO's paged-attention rewrite.
+"""The decoder of the paged engine: it owns its KV cache, in blocks, and runs the IR rewritten for paged attention.
 
-The tokens of all rows follow one another without padding. Each inference is given the length of each row's cache, so
-rolling back only means passing a smaller length.
+The tokens of all rows follow each other without padding. Each row's cache length is an input of the forward pass, so a
+rollback is just a smaller length.
 """
 
 from __future__ import annotations
@@ -37,25 +37,28 @@ from ovspec.ir.paged_attention import PAGED_INPUTS, QUERY_INPUTS
 from ovspec.ir.request import InferenceRequest
 from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
-# The most tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
+# Maximum tokens in a forward pass: it bounds the memory of activations, and the delay of Ctrl-C.
 MAX_INFERENCE_TOKENS = 256
 NO_FEATURES = np.empty((0, 1, 0), dtype=np.float32)
 
 
 class PagedDecoder:
-    """A ``Decoder`` whose rows share blocks, which are copied before one of them writes there.
+    """A ``Decoder`` with copy-on-write blocks shared by its rows.
 
-    The blocks of ended rows are kept, as far as ``tensors`` allow, for texts with the same prefix.
+    Blocks of ended rows are kept for texts with the same prefix, up to the limit of ``tensors``.
 
-    OpenVINO has one attention kernel for a single new token and another for several, and they round differently. Where
-    the rule demands two queries, attention never gets a row's only new token alone: its query, key and value come
-    twice, and what the second writes into the cache is overwritten by the next token.
+    OpenVINO rounds differently in attention over a single new token and over several. If the rule demands two queries,
+    attention gets query, key and value of a row's only new token twice. The second copy's cache entry is overwritten
+    by the next token.
 
     Args:
         ir: the model, compiled with the rewrites ``rewrite_to_paged`` and, for a rule with two queries,
             ``allow_several_queries_per_token``.
-        vocabulary: the ids that may be chosen.
-        tensors: of another decoder of the same model, to share blocks with it; new ones by default.
+        vocabulary: the allowed token ids.
+        rule: how tokens are fed.
+        tensors: the blocks, shared with other decoders of the model; new tensors by default.
+
+    Raises ValueError if the rule needs two queries, but the model was compiled without the inputs for them.
     """
 
     rollback = RollbackMethod("blocks")
@@ -115,7 +118,7 @@ class PagedDecoder:
         with self._tensors.lock:
             self._tables.reorder([EMPTY_ROW] * rows)
             freed_bytes = self._tensors.shrink_if_unused()
-            self._bind_cache_arrays()  # to the small arrays, because the request keeps the arrays it is bound to alive
+            self._bind_cache_arrays()  # to the small arrays: a bound request would keep the large ones alive
         if freed_bytes > LEAST_TRIMMED_BYTES:
             trim_heap()
 
@@ -130,7 +133,7 @@ class PagedDecoder:
                 if len(sequence) - (shared_length := measure_common_prefix(cached_row, sequence)) > MIN_SHARED_TOKENS
                 and (
                     is_single_row or shared_length < len(cached_row) or not shared_length
-                )  # not while it reads its prompt, round by round
+                )  # a row of a batch in the middle of its prompt keeps its own blocks
             ]
             if not unread_rows:
                 return
@@ -153,7 +156,7 @@ class PagedDecoder:
             with self._tensors.lock:
                 return self._append_tokens(tokens, logits_counts, min(width, self._max_tokens), features)
         except BaseException as error:
-            self._reset_rows(len(self.rows))  # their contents are unknown now; an empty cache fits any text
+            self._reset_rows(len(self.rows))  # the blocks' contents are unknown now; an empty cache fits any text
             raise convert_feed_error(error, self._ir.device) from None
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
@@ -205,7 +208,7 @@ class PagedDecoder:
         return self.rule.choose_token_count_to_add(sum(counts), max(JOINING_CHUNK_TOKENS, sum(counts)))
 
     def _keep_prefixes(self, rows: Iterable[int], temporarily: bool = False) -> None:
-        """Let other texts find the blocks of ``rows``; ``temporarily``: even if idle blocks aren't kept."""
+        """Let other texts find the blocks of ``rows``; ``temporarily``: even if the prefix cache is off."""
         if not (temporarily or self._tensors.pool.used_limit):
             return
         with self._tensors.lock:
@@ -216,17 +219,17 @@ class PagedDecoder:
     @property
     def _max_tokens(self) -> int:
         max_tokens = min(MAX_INFERENCE_TOKENS, self.rule.most or MAX_INFERENCE_TOKENS)
-        return max_tokens - self.rule.first_apart  # room for a token more than rows
+        return max_tokens - self.rule.first_apart  # room for an extra token: a pass has more tokens than rows
 
     def _locate_positions(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the block of each position from ``begin`` to ``end``, and its offset in the block."""
+        """Return the block and the offset in it of each position from ``begin`` to ``end``: two arrays (n,)."""
         first_table_index = begin // self.block_size
         positions = np.arange(begin, end)
         table = np.array(self._tables.tables[row][first_table_index : -(-end // self.block_size)], dtype=np.int64)
         return table[positions // self.block_size - first_table_index], positions % self.block_size
 
     def _begins_with_several_tokens(self, tokens: list[np.ndarray]) -> bool:
-        """Return whether a row of ``tokens`` begins a text with more than one token."""
+        """Return whether ``tokens`` has several tokens for an empty row."""
         return any(
             len(new_tokens) > 1 and not len(cached_row)
             for cached_row, new_tokens in zip(self.rows, tokens, strict=True)
@@ -235,12 +238,12 @@ class PagedDecoder:
     def _feed_in_parts(
         self, tokens: list[np.ndarray], logits_counts: list[int], features: Features
     ) -> list[np.ndarray]:
-        """Feed tokens in several inferences, row after row: more than one inference may have, or a text's beginning."""
+        """Feed tokens in several forward passes, row after row, to respect the rule's ``most`` and ``first_apart``."""
         logits: list[list[np.ndarray]] = [[] for _ in tokens]
         hidden: list[list[np.ndarray]] = [[] for _ in tokens]
         logits_begins = [len(new_tokens) - count for new_tokens, count in zip(tokens, logits_counts, strict=True)]
         first_apart = self.rule.first_apart
-        # Each row's number of tokens, 0 or 1, that are fed apart, before the rest.
+        # By row: 1 if its first token is fed apart, before the rest, else 0.
         apart_counts = [
             int(first_apart and len(new_tokens) > 0 and not len(cached_row))
             for cached_row, new_tokens in zip(self.rows, tokens, strict=True)
@@ -279,7 +282,7 @@ class PagedDecoder:
     def _append_tokens(
         self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
-        """Run an inference that appends ``tokens`` to the rows; arguments and result as of ``feed``."""
+        """Append ``tokens`` to the rows in a single forward pass; arguments and result as in ``feed``."""
         row_inputs = self._fill_up_inference(
             [(len(cached_row), new_tokens) for cached_row, new_tokens in zip(self.rows, tokens, strict=True)], width
         )
@@ -301,15 +304,15 @@ class PagedDecoder:
             token_begin = token_end
             longest_context = max(longest_context, position + query_counts[i])
             self.rows[row].commit(tokens[row])
-            if (filling_count := position + len(new_tokens) - len(self.rows[row])) > 0:  # the context may end here
+            # Filling tokens get the position of the last real one, because the context may end here.
+            if (filling_count := position + len(new_tokens) - len(self.rows[row])) > 0:
                 positions[token_end - filling_count : token_end] = len(self.rows[row]) - 1
         self._longest_context[...] = longest_context
         if self._tensors.pool.needed_capacity > self._tensors.capacity:
             self._tensors.grow()
         self._bind_cache_arrays()
         self._tensors.copy_blocks(copies)
-        # Tokens that fill the inference up after a row's new tokens, which the row contains by now, have logits, too.
-        # The result leaves them out.
+        # Filling tokens after a row's new tokens get logits, too, which are left out of the result.
         filling_counts = [
             position + len(new_tokens) - len(cached_row)
             for cached_row, (position, new_tokens) in zip(self.rows, row_inputs, strict=True)
@@ -334,7 +337,7 @@ class PagedDecoder:
         if self._head_width:
             hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), filled_counts)
             self.hidden = [row_hidden[:count] for row_hidden, count in zip(hidden, logits_counts, strict=True)]
-        for row in fed_rows:  # a block that only a second query has begun
+        for row in fed_rows:  # a second query may have begun a block without a token of the text
             self._tables.truncate(row, len(self.rows[row]))
         if self._restricts_ids:
             logits = self._vocabulary.restrict_logits(logits)
@@ -344,7 +347,7 @@ class PagedDecoder:
         return [logits_rows[:count] for logits_rows, count in zip(row_logits, logits_counts, strict=True)]
 
     def _make_head_input(self, features: Features, token_count: int) -> np.ndarray:
-        """Return a head's input with each token's features, (tokens, 1, width) float32."""
+        """Return a head's input: the features of each token, (tokens, 1, width) float32."""
         if features is None:
             return NO_FEATURES
         feature_array = self._feature_arrays.get(token_count)
@@ -354,19 +357,19 @@ class PagedDecoder:
                 self._feature_arrays[token_count] = feature_array
         token_features = np.concatenate(features)
         feature_array[: len(token_features), 0] = token_features
-        feature_array[len(token_features) :, 0] = token_features[-1]  # of the tokens that fill up
+        feature_array[len(token_features) :, 0] = token_features[-1]  # for the filling tokens
         return feature_array
 
     def _fill_up_inference(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
-        """Return ``row_inputs``, each row's (position, new tokens (n,)), with more tokens: ``width``, or the rule's.
+        """Fill a forward pass up to ``width`` tokens, or to the rule's minimum.
 
-        Rows compute the last tokens of their cache once more. If these are too few for the rule, the last new token
-        comes several times, and the next tokens are written over its copies. A head's always does, because the features
-        of earlier tokens aren't kept.
+        ``row_inputs`` and the result: each row's position and new tokens (n,). Rows compute the last tokens of their
+        cache again. If there are too few for the rule, the last new token is repeated; later tokens overwrite the
+        copies. A head always repeats it, because the features of earlier tokens aren't kept.
         """
         fed_rows = [row for row, (_, new_tokens) in enumerate(row_inputs) if len(new_tokens)]
         token_count = sum([len(row_inputs[row][1]) for row in fed_rows])
-        first_recomputable = int(self.rule.first_apart)  # the first token isn't computed together with later ones
+        first_recomputable = int(self.rule.first_apart)  # with ``first_apart``, position 0 is never computed again
         min_width = token_count + first_recomputable * (token_count == len(fed_rows))
         missing_count = self._padded_token_counts[max(width, min_width)] - token_count
         if missing_count <= 0 or not fed_rows:
@@ -389,7 +392,7 @@ class PagedDecoder:
         return row_inputs
 
     def _reuse_length_arrays(self, row_count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32 arrays to fill in: each row's cached tokens (count,), and its first query (count + 1,)."""
+        """Return int32 arrays to fill in: cached tokens by row (row_count,), first query by row (row_count + 1,)."""
         if row_count not in self._reused_length_arrays:
             self._reused_length_arrays[row_count] = (
                 np.zeros(row_count, dtype=np.int32),
@@ -398,7 +401,7 @@ class PagedDecoder:
         return self._reused_length_arrays[row_count]
 
     def _flatten_tables(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the blocks of ``rows`` and where each row begins (rows + 1,), int32."""
+        """Return the blocks of ``rows``, one row after another, and each row's first index (rows + 1,); both int32."""
         if self._flattened_version != (rows, self._tables.version):
             tables = [self._tables.tables[row] for row in rows]
             self._flat_blocks = np.array([block for table in tables for block in table], dtype=np.int32)
@@ -414,7 +417,7 @@ class PagedDecoder:
 
 
 def join_row_parts(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray]:
-    """Return the parts of each row as one array (n, width) float32."""
+    """Join each row's parts to an array (n, width) float32."""
     empty_array = np.empty((0, width), dtype=np.float32)
     return [np.concatenate(row_parts) if row_parts else empty_array for row_parts in parts]
 
@@ -423,9 +426,10 @@ def join_row_parts(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray
 def map_queries_to_tokens(
     token_counts: tuple[int, ...], query_counts: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs that ``allow_several_queries_per_token`` adds, int32: queries' tokens, tokens' first queries.
+    """Return the inputs added by ``allow_several_queries_per_token``, int32 arrays.
 
-    A row of ``token_counts`` tokens has as many ``query_counts``, or several for its only token.
+    The first maps queries to tokens (queries,), the second tokens to their first query (tokens,). A row with
+    ``token_counts[row]`` tokens has the same number of queries, or several for its only token.
     """
     queries_per_token = np.concatenate(
         [np.full(count, query_count // count) for count, query_count in zip(token_counts, query_counts, strict=True)]

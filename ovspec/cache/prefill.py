@@ -1,4 +1,4 @@
-"""How a batch prefills: in chunks while other rows generate, and with shared prefixes read once."""
+"""Prefill in a batch: prompts are read in chunks beside generating rows, and common prefixes only once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import Sequence, measure_common_prefix
 
-# A row with more unseen tokens than this is reading a prompt; a round leaves fewer tokens to feed.
+# A row with more unread tokens than this counts as reading a prompt: a generating row has fewer after a round.
 PREFILL_THRESHOLD = 16
-# Shared tokens needed to make it worth copying a row, or waiting for it.
+# Minimum length of a common prefix to copy a row for it, or to wait for it, in tokens.
 MIN_SHARED_TOKENS = 32
 
 
 def copy_shared_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
-    """Replace each row with many unseen tokens by a copy of the row that shares the longest prefix with its text.
+    """Replace each row with many unread tokens by a copy of the row with the longest common prefix with its text.
 
-    Rows of models that replay stay: rolling recurrent states back may cost more than it saves. So do rows on devices
-    that copy no states.
+    Nothing is copied for models with replay, because rolling recurrent states back may cost more than it saves, or on
+    devices without copies of states.
     """
     cached_rows = decoder.rows
     rollback = decoder.rollback
@@ -47,9 +47,9 @@ def copy_shared_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
 def should_wait_for_prefix(
     sequence: Sequence, prefilling_sequences: Iterable[Sequence], cached_sequences: Iterable[Sequence]
 ) -> bool:
-    """Return whether a ``prefilling_sequences`` prompt will share more of ``sequence`` than the cached ones do.
+    """Return whether a row should wait for a prompt in ``prefilling_sequences``, to copy their common prefix.
 
-    The row then waits until that prompt has been read, which saves work.
+    It should if the common prefix with ``sequence`` is clearly longer than with all ``cached_sequences``.
     """
 
     def find_longest_prefix(other_sequences: Iterable[Sequence]) -> int:
@@ -71,10 +71,10 @@ def should_wait_for_prefix(
 def choose_prefill_chunks(
     decoder: Decoder, unseen_tokens: list[np.ndarray], prompt_budget: int | None = None
 ) -> list[np.ndarray]:
-    """Return the part of its ``unseen_tokens`` that each row reads in this round, so that generating rows go on.
+    """Choose each row's part of its ``unseen_tokens`` for this round, to keep prompts from delaying generating rows.
 
-    ``prompt_budget``: number of prompt tokens that are read, the first row's first. By default each row reads a chunk
-    of the decoder's ``joining_chunk_tokens``, and everything if no row is generating.
+    ``prompt_budget``: maximum prompt tokens of all rows together, in row order. None: each row reads a chunk of the
+    decoder's ``joining_chunk_tokens``, or everything if no row is generating.
     """
     if all(len(tokens) <= PREFILL_THRESHOLD for tokens in unseen_tokens):
         return unseen_tokens

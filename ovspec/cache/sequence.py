@@ -1,4 +1,4 @@
-"""The tokens of one row, and the rule by which a cache catches up with them."""
+"""The tokens of a row, and the way its cache catches up with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EMPTY_ROW = -1  # in a reordering of rows: a new, empty row
 
 
 class UnsharedOwner:
-    """The owner of texts that share no prefix with another text; it equals no owner, not even itself."""
+    """The owner of texts without a shared prefix; it equals no owner, not even itself."""
 
     __hash__ = object.__hash__
 
@@ -23,7 +23,7 @@ UNSHARED = UnsharedOwner()
 
 
 class GrowingArray:
-    """An array (n, ...) that grows at its end, and is cut there: a row's tokens, or their features."""
+    """An array (n, ...) to append to and to cut at its end: a row's tokens, or their features."""
 
     __slots__ = ("_buffer", "_length")
 
@@ -37,7 +37,7 @@ class GrowingArray:
 
     @property
     def values(self) -> np.ndarray:
-        """The array, as a view that is valid until the next commit."""
+        """The array, as a view valid until the next commit."""
         return self._buffer[: self._length]
 
     def commit(self, values: np.ndarray | list[int]) -> None:
@@ -50,20 +50,20 @@ class GrowingArray:
         self._length = end
 
     def rewind(self, length: int) -> None:
-        """Keep only the first ``length`` values."""
+        """Keep only the first ``length`` values; raises ValueError if there are fewer."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
         self._length = length
 
 
 class Sequence(GrowingArray):
-    """The token ids of a row: commits append to it, rewinds shorten it.
+    """The token ids of a row: ``commit`` appends, ``rewind`` shortens.
 
-    A KV cache, or other state of a row, has a Sequence of the tokens it has processed, and catches up from the
-    ``measure_common_prefix`` of that Sequence and the row.
+    A KV cache, or another state of a row, has a Sequence of its processed tokens. To catch up with the row's text, it
+    keeps their common prefix and processes the rest.
 
-    owner: of the text. Texts of different owners share no prefix, because latency would reveal one owner's text to
-        another; texts of ``UNSHARED`` share none at all.
+    owner: the text's owner. Texts of different owners share no prefix, because latency would reveal a text to another
+        owner; texts of ``UNSHARED`` share no prefix at all.
     """
 
     __slots__ = ("owner",)
@@ -74,11 +74,11 @@ class Sequence(GrowingArray):
 
     @property
     def tokens(self) -> np.ndarray:
-        """The tokens (length,) int64, as a view that is valid until the next commit."""
+        """The tokens (length,) int64, as a view valid until the next commit."""
         return self._buffer[: self._length]
 
     def common_prefix_length(self, tokens: np.ndarray) -> int:
-        """Return the number of leading tokens that are the same in ``tokens``, (n,) int64."""
+        """Return the length of the common prefix with ``tokens`` (n,) int64."""
         length = min(self._length, len(tokens))
         if not length:
             return 0
@@ -93,7 +93,7 @@ class Sequence(GrowingArray):
 
 
 class SequenceFollower(Protocol):
-    """A decoder, or other state of each row, that follows the rows' sequences."""
+    """A decoder, or another state per row, able to catch up with the rows' texts."""
 
     @property
     def rows(self) -> list[Sequence]: ...
@@ -102,15 +102,15 @@ class SequenceFollower(Protocol):
 
 
 def measure_common_prefix(a: Sequence, b: Sequence) -> int:
-    """Return the number of leading tokens that ``a`` and ``b`` share."""
+    """Return the length of the common prefix of ``a`` and ``b``, in tokens."""
     return a.common_prefix_length(b.tokens)
 
 
 def catch_up(follower: SequenceFollower, row: int, sequence: Sequence) -> np.ndarray:
-    """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
+    """Roll ``row`` back to its common prefix with ``sequence``; return the rest of ``sequence``, (n,) int64, n > 0."""
     cached_row = follower.rows[row]
     cached_row.owner = sequence.owner
-    # If the cache already has every token, the last one is fed again, because its logits are needed.
+    # If the cache has all tokens, the last is fed again for its logits.
     shared_length = min(measure_common_prefix(cached_row, sequence), len(sequence) - 1)
     if shared_length < len(cached_row):
         follower.truncate(row, shared_length)

@@ -23,19 +23,19 @@ class SlotTables:
 
     @property
     def dead_count(self) -> int:
-        """The number of slots that compaction would free."""
+        """Number of slots to be freed by a compaction."""
         return self.slot_count - max(self.row_lengths, default=0)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether every row's positions are the last slots, in order, as attention by slot index requires."""
+        """Whether every row has the last slots, in order of its positions; required for attention by slot index."""
         return all(
             self._live_mask[row, self.slot_count - length : self.slot_count].all()
             for row, length in enumerate(self.row_lengths)
         )
 
     def extend(self, counts: list[int]) -> None:
-        """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
+        """Append max(counts) slots to all rows; in each row the first ``counts[row]`` of them are live."""
         slots_begin = self.slot_count
         slots_end = slots_begin + max(counts)
         if slots_end > self._live_mask.shape[1]:
@@ -57,16 +57,16 @@ class SlotTables:
         self.row_lengths[row] = length
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i old row ``rows[i]``, or EMPTY_ROW; an index may occur twice (fork) or not at all (drop)."""
+        """Make new row i a copy of old row ``rows[i]``, or an empty row for EMPTY_ROW."""
         self._live_mask = self._live_mask[rows]
         self._slot_by_position = self._slot_by_position[rows]
         self._live_mask[np.array(rows) == EMPTY_ROW] = 0
         self.row_lengths = [0 if row == EMPTY_ROW else self.row_lengths[row] for row in rows]
 
     def compact(self) -> np.ndarray:
-        """Make every row contiguous; return the old slot of each new one, (rows, slots) int64.
+        """Make every row contiguous; return the old slot of each new slot, (rows, slots) int64.
 
-        Shorter rows get dead slots on the left, for which slot 0 is returned.
+        Shorter rows get dead slots on the left; their old slot is given as 0.
         """
         width = max(self.row_lengths, default=0)
         old_slots = np.zeros((len(self.row_lengths), width), dtype=np.int64)

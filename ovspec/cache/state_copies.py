@@ -9,9 +9,9 @@ from ovspec.ir.compile import StateVariable
 
 
 def gather_states(request: ov.InferRequest, states: list[StateVariable], rows: np.ndarray, slots: np.ndarray) -> None:
-    """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
+    """Replace each of ``states`` by its ``slots`` (rows, width) of the batch rows ``rows`` (rows,).
 
-    The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
+    OpenVINO hands out states dequantised, so the copy is exact only for ``device.EXACT_KV_PRECISIONS``.
     """
     state_axes = {
         state.name: (state.batch_axis, state.sequence_axis) for state in states if state.sequence_axis is not None
@@ -34,7 +34,7 @@ def read_states(request: ov.InferRequest, states: list[StateVariable]) -> dict[s
 
 
 def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:
-    """Set the states named in ``values``, which ``read_states`` returned."""
+    """Set the states named in ``values``, a result of ``read_states``."""
     for variable in request.query_state():
         if variable.name in values:
             variable.state = ov.Tensor(values[variable.name])

@@ -1,8 +1,8 @@
-"""The decoder that drives the stateful IR, whose KV cache lives in OpenVINO's infer request.
+"""The decoder of the stateful engine: the KV cache is the state of OpenVINO's infer request.
 
 Slots are indices into the physical cache, positions are indices into the text. A rejected token's slot is marked dead
-in its row's attention mask. Compaction gathers the live slots when dead ones pile up, or, if a model can't skip slots
-(``trim``), before any inference that would find a gap.
+in its row's attention mask. Compaction gathers the live slots once many are dead; for a model unable to skip slots
+(``trim``), it runs before every forward pass over a cache with a gap.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import InferenceRequest
 from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
-COMPACTION_THRESHOLD = 256  # dead slots, which cost attention time and memory; a compaction copies the cache
-MAX_REPLAY_TOKENS = 8  # tokens that a replay feeds again; for more, an inference renews the snapshot
-MAX_KEPT_SLOTS = 256  # slots whose memory a decoder without rows may keep for its next text
-SNAPSHOT_INTERVAL = 64  # tokens of plain decoding
+COMPACTION_THRESHOLD = 256  # dead slots; they cost attention time and memory, but a compaction copies the cache
+MAX_REPLAY_TOKENS = 8  # maximum tokens to feed again after a rollback; for more, the snapshot is renewed first
+MAX_KEPT_SLOTS = 256  # a decoder without rows keeps the memory of up to this many slots for its next text
+SNAPSHOT_INTERVAL = 64  # tokens of plain decoding between snapshots
 STATEFUL_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position", "hidden_states",
 )  # fmt: skip
 
 
 class StatefulDecoder:
-    """A ``Decoder`` for the stateful IR that optimum exports, on every device.
+    """A ``Decoder`` for optimum's stateful IR, on every device.
 
     With recurrent states (``rollback.replay``) it has a single row; ``RowByRowDecoder`` combines several into a batch.
 
     Args:
+        ir: the compiled model.
         rollback: how its states can be rolled back, from ``load_or_probe_rollback``.
-        compaction_threshold: number of dead slots at which the cache is compacted.
-        rule: how tokens are fed. With ``first_apart``, a text's first token gets an inference of its own: OpenVINO
-            computes a prompt without a past in another attention kernel, which rounds differently.
-        kept_caches: where the cache of a single row is kept when its text ends, for texts with the same prefix.
+        vocabulary: the allowed token ids.
+        compaction_threshold: number of dead slots for a compaction.
+        rule: how tokens are fed. With ``first_apart``, a text's first token has its own forward pass, because OpenVINO
+            computes a prompt without a past in another attention kernel with other rounding.
+        kept_caches: the prefix cache, for the caches of ended texts in a decoder with a single row.
     """
 
     fills_width = False
@@ -80,10 +82,10 @@ class StatefulDecoder:
         self._vocabulary = vocabulary
         self._compaction_threshold = compaction_threshold
         self._kept_caches = kept_caches
-        # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
+        # Attention by slot index can't skip dead slots beyond the sliding window or the position table.
         slot_bounds = [slot_bound for slot_bound in (rollback.mask_until, ir.context_length) if slot_bound]
         self._mask_until = min(slot_bounds, default=None) if rollback.kv == "mask" else 0
-        # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
+        # optimum's Mamba takes a whole text or a single token, and distinguishes them by the length of cache_position.
         self._conv_width = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._rope_switch = ir.config.rope_switch_length or sys.maxsize
         self._request = InferenceRequest(ir, STATEFUL_INPUTS)
@@ -118,19 +120,19 @@ class StatefulDecoder:
     def _reset_rows(self, rows: int) -> None:
         if not rows and self._slot_tables.slot_count > MAX_KEPT_SLOTS and self._ir.open_model:
             self._release_memory()
-        # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
-        # rows than before.
+        # With a u8 cache (also on AUTO and HETERO), OpenVINO 2026.4 computes wrong logits after the number of rows
+        # has changed.
         if rows not in (0, len(self.rows)) and not self.copies_are_exact:
             self._request.replace_openvino_request()
         self.rows = [Sequence() for _ in range(rows)]
-        self._features = [GrowingArray(self._no_features) for _ in range(rows)]  # (tokens, width) of each row
+        self._features = [GrowingArray(self._no_features) for _ in range(rows)]  # by row, (tokens, width)
         self._slot_tables = SlotTables(rows)
         self._row_order = np.arange(rows, dtype=np.int32)
-        self._beam_rows = self._row_order  # rows of the physical cache that the next inference gathers
-        self._snapshot: dict[str, np.ndarray] = {}  # of the recurrent states; empty for their initial values
+        self._beam_rows = self._row_order  # rows of the physical cache to gather in the next forward pass
+        self._snapshot: dict[str, np.ndarray] = {}  # of the recurrent states; {} for their initial values
         self._snapshot_length = 0
-        self._expects_rollback = False  # whether rollbacks to the end of the last feed are likely
-        self._inference_slots = (0, 0)  # slots before and after the last inference
+        self._expects_rollback = False  # whether a rollback to the end of the last feed is likely
+        self._inference_slots = (0, 0)  # number of slots before and after the last forward pass
         self._request.reset_states()
 
     def feed(
@@ -156,7 +158,7 @@ class StatefulDecoder:
                 tokens = [self._prepare_replay(tokens[0], logits_counts[0])]
             return split_logits_by_row(self._append_tokens(tokens, logits_counts, features), logits_counts)
         except BaseException as error:
-            self._reset_rows(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
+            self._reset_rows(len(self.rows))  # the cache's contents are now unknown; an empty cache fits any text
             raise convert_feed_error(error, self._ir.device) from None
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
@@ -176,12 +178,12 @@ class StatefulDecoder:
             self.rows[0].owner = sequence.owner
 
     def keep_cache(self) -> None:
-        """Let other texts find the cache of the only row."""
+        """Keep a copy of a single row's cache in the prefix cache."""
         if self._kept_caches and len(self.rows) == 1 and len(self.rows[0]) >= MIN_SHARED_TOKENS:
             self._kept_caches.keep(self.rows[0], self.dump)
 
     def _keeps_prompt_end(self, count: int) -> bool:
-        """Return whether the cache is kept at a prompt's end, because recurrent states can't be cut back to it."""
+        """Return whether to keep the cache at a prompt's end: recurrent states can't be cut back to it later."""
         if not self._kept_caches or not self.rollback.replay or len(self.rows) > 1:
             return False
         return count > PREFILL_THRESHOLD and self.rows[0].owner is not UNSHARED
@@ -190,7 +192,7 @@ class StatefulDecoder:
         if len(self.rows[row]) - length >= MIN_SHARED_TOKENS:  # more than a rejected proposal
             self.keep_cache()
         if length <= self._rope_switch < len(self.rows[row]):
-            self._reset_rows(1)  # its keys were rotated for a longer text
+            self._reset_rows(1)  # the row's keys were rotated for a longer text
             return
         if self.rollback.replay:
             length = self._restore_snapshot(length)
@@ -207,11 +209,11 @@ class StatefulDecoder:
         features = [self._no_features if row == EMPTY_ROW else self._features[row].values for row in rows]
         self._features = [GrowingArray(row_features) for row_features in features]
         self._slot_tables.reorder(rows)
-        self._beam_rows = self._beam_rows[rows]  # for an empty row any other is right, because all its slots are dead
+        self._beam_rows = self._beam_rows[rows]  # an empty row may gather any row, because all its slots are dead
         self._row_order = np.arange(len(rows), dtype=np.int32)
 
     def joining_chunk_tokens(self, counts: list[int]) -> int:
-        return 2 * max(counts)  # every row is computed at the width of the widest
+        return 2 * max(counts)  # all rows are padded to the width of the widest
 
     def compact(self) -> None:
         if not any(self._slot_tables.row_lengths):
@@ -264,7 +266,7 @@ class StatefulDecoder:
         self._slot_tables.extend([length])
 
     def copy_into(self, other_decoder: StatefulDecoder) -> None:
-        """Copy the rows and states to ``other_decoder``, of the same model; exact if ``copies_are_exact``."""
+        """Copy rows and states to ``other_decoder``, a decoder of the same model; exact if ``copies_are_exact``."""
         other_decoder.rows = [row.copy() for row in self.rows]
         other_decoder._features = [GrowingArray(row.values) for row in self._features]
         other_decoder._slot_tables = copy.deepcopy(self._slot_tables)
@@ -279,7 +281,7 @@ class StatefulDecoder:
             other_decoder._request.reset_states()
 
     def set_states(self, state_values: dict[str, np.ndarray]) -> None:
-        """Set the states named in ``state_values``, also of a request that hasn't run since it was reset."""
+        """Set the states named in ``state_values``, even if the request hasn't run since its reset."""
         self._request.apply_pending_reset()
         if self.rollback.copies == "run" and not self._request.has_run:
             self._avoid_other_requests_states(1)
@@ -287,7 +289,7 @@ class StatefulDecoder:
         write_states(self._request.openvino_request, state_values)
 
     def _run_dummy_inference(self, request: InferenceRequest, width: int = 1) -> None:
-        """Run an inference of any ``width`` tokens for its shapes alone; afterwards the states are worthless."""
+        """Run a forward pass over ``width`` meaningless tokens, for its shapes alone; the states are invalid then."""
         cached_slots = self._inference_slots[1] if request is self._request else 0
         tokens = np.zeros((len(self.rows), width), dtype=np.int64)
         logits_idx = np.zeros(1, dtype=np.int64)
@@ -297,9 +299,9 @@ class StatefulDecoder:
         request.infer((tokens, mask, tokens, self._row_order, logits_idx, cache_position, head_input), logits_idx)
 
     def _avoid_other_requests_states(self, width: int) -> None:
-        """On a GPU: run another inference if the last one was another request's, and of as many tokens.
+        """On a GPU, run a dummy pass if another request ran last, and over the same number of tokens.
 
-        Otherwise OpenVINO's plugin (2026.4.1) computes with that request's states, or crashes.
+        Without it, OpenVINO's plugin (2026.4.1) computes with the other request's states, or crashes.
         """
         if self.on_gpu:
             request, last_width = self._ir.last_run
@@ -310,9 +312,10 @@ class StatefulDecoder:
             self._ir.last_run = self._request, width
 
     def _avoid_repeated_shapes(self, width: int) -> None:
-        """Before a compaction: run another inference if the next one, of ``width`` tokens, has the last one's shapes.
+        """Before a compaction, run a dummy pass if the next pass, over ``width`` tokens, would have the same shapes.
 
-        OpenVINO's GPU plugin (2026.4.1) otherwise computes it with the old states, if they are only concatenated.
+        Without it, OpenVINO's GPU plugin (2026.4.1) computes with the states before the compaction, if the model only
+        concatenates its states.
         """
         slots = max(self._slot_tables.row_lengths)
         if self.rollback.replay and self.rollback.copies == "run" and self._inference_slots == (slots, slots + width):
@@ -321,7 +324,7 @@ class StatefulDecoder:
             write_states(self._request.openvino_request, recurrent_states)
 
     def _release_memory(self) -> None:
-        """Release the memory of the cache, which OpenVINO frees only when another request has run."""
+        """Release the cache's memory; OpenVINO frees it only after another request has run."""
         self._request.replace_openvino_request()
         self._reset_rows(1)
         self.feed([np.zeros(1, dtype=np.int64)], [1])
@@ -329,18 +332,18 @@ class StatefulDecoder:
 
     @property
     def copies_are_exact(self) -> bool:
-        """Whether copies of the states are known to be exact."""
+        """Whether copies of the states keep every bit."""
         exact_type = not self._ir.kv_states or self._ir.kv_precision in EXACT_KV_PRECISIONS
         return exact_type and self.rollback.copies is not None
 
     def _next_part_length(self, count: int) -> int:
-        """Return how many of ``count`` tokens the next inference may have."""
+        """Return the maximum number of tokens in the next forward pass, of ``count`` tokens."""
         if self.rule.first_apart and not len(self.rows[0]):
             return 1
         return min(count, self.rule.most or count)
 
     def _feed_in_parts(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
-        """Feed a single row in several inferences; return the logits after the last ``logits_count`` tokens."""
+        """Feed a single row in several forward passes; return the logits after the last ``logits_count`` tokens."""
         part_logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
         while len(tokens):
             part_length = self._next_part_length(len(tokens))
@@ -352,9 +355,9 @@ class StatefulDecoder:
         return np.concatenate(part_logits)
 
     def _feed_across_rope_switch(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
-        """Feed tokens at which the text becomes longer than ``_rope_switch``, so that it is computed anew.
+        """Feed tokens beyond ``_rope_switch``, and compute the whole text again with the other frequencies.
 
-        The model chooses the frequencies of all tokens by the last position of an inference, as in transformers.
+        As in transformers, the model chooses the RoPE frequencies of all tokens by the last position of a forward pass.
         """
         text_ids = np.concatenate((self.rows[0].tokens, tokens))
         count_before_switch = self._rope_switch - len(self.rows[0])
@@ -373,9 +376,10 @@ class StatefulDecoder:
         return np.concatenate(part_logits)
 
     def _prepare_replay(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
-        """Take a snapshot if the new tokens may be rolled back; return the tokens that are still to be fed.
+        """Take a snapshot if the new tokens may be rolled back; return the tokens still to feed.
 
-        Tokens without logits are never rolled back. More than ``MAX_REPLAY_TOKENS`` are fed before the snapshot.
+        Tokens without logits are never rolled back; more than ``MAX_REPLAY_TOKENS`` of them are fed before the
+        snapshot.
         """
         is_restored = len(self.rows[0]) == self._snapshot_length
         has_several_tokens = len(tokens) > 1
@@ -387,12 +391,12 @@ class StatefulDecoder:
         if unsaved_tokens and (logits_count > 1 or self._expects_rollback or unsaved_tokens >= SNAPSHOT_INTERVAL):
             self._snapshot = read_states(self._request.openvino_request, self._ir.recurrent_states)
             self._snapshot_length = length
-        # A draft first feeds the committed tokens, after a rejection or several at once, then its guesses one by one.
+        # A draft first feeds committed tokens, after a rejection or several at once, then its proposed tokens singly.
         self._expects_rollback = is_restored or has_several_tokens
         return tokens
 
     def _restore_snapshot(self, length: int) -> int:
-        """Restore the latest recurrent states available at or before ``length``; return their position."""
+        """Restore the latest recurrent states at or before ``length``; return their position."""
         if length >= len(self.rows[0]):
             return length
         if self._snapshot_length > length or not self._snapshot:
@@ -407,7 +411,7 @@ class StatefulDecoder:
     def _append_tokens(
         self, tokens: list[np.ndarray], logits_counts: list[int], features: Features = None
     ) -> np.ndarray:
-        """Run one inference; return at least the requested logits, all rows' in one array."""
+        """Append ``tokens`` in a single forward pass; return at least the requested logits, all rows in one array."""
         counts = [len(new_tokens) for new_tokens in tokens]
         logits_idx = compute_logits_indices(tuple(counts), tuple(logits_counts), self.rule.fewest_logits)
         if self._conv_width and len(self.rows[0]) and counts[0] > 1:
@@ -438,7 +442,7 @@ class StatefulDecoder:
         cache_position = positions[0]
         if self._conv_width:
             mask = np.ones_like(ids)
-            # A single token's input is written at its position in the window, which is wrong for the first positions.
+            # The model writes a single token's input at its position in the window: wrong for the first positions.
             cache_position = np.maximum(positions[0], self._conv_width - 1)
             if not positions[0, 0]:
                 cache_position = np.arange(self._conv_width)
@@ -446,7 +450,7 @@ class StatefulDecoder:
         head_input = self._make_head_input(features, width)
         arrays = (ids, mask, positions, self._beam_rows, logits_idx, cache_position, head_input)
         logits = self._request.infer(arrays, logits_idx)
-        self._beam_rows = self._row_order  # the inference has gathered the rows
+        self._beam_rows = self._row_order  # the forward pass has gathered the rows
         if self._feature_width:
             new_features = self._request.read_output(FEATURES_OUTPUT).reshape(len(tokens), width, -1)
             for row, (row_features, count) in enumerate(zip(self._features, counts, strict=True)):
@@ -456,7 +460,7 @@ class StatefulDecoder:
         return self._vocabulary.restrict_logits(logits)
 
     def _make_head_input(self, features: Features, width: int) -> np.ndarray:
-        """Return a head's input with each token's features, (rows, width, values) float32."""
+        """Return a head's input: the features of each token, (rows, width, values) float32."""
         row_count = len(self.rows) if self._head_width else 0
         head_input = np.zeros((row_count, width, self._head_width), dtype=np.float32)
         for row, row_features in enumerate(features or ()):
@@ -465,10 +469,10 @@ class StatefulDecoder:
 
 
 class RowByRowDecoder:
-    """A ``Decoder`` in which every row has an infer request of its own.
+    """A ``Decoder`` with an infer request for each row.
 
-    Rows that share an inference are padded, which changes the last bits of attention, and which a convolution or an SSM
-    would process.
+    In a shared forward pass, rows are padded. Padding changes the last bits of attention, and a convolution or an SSM
+    would process it like tokens.
     """
 
     fills_width = False
@@ -483,7 +487,7 @@ class RowByRowDecoder:
         self.rollback = first_decoder.rollback
         self.context_length = first_decoder.context_length
         self.hidden: list[np.ndarray] = []
-        self._shares_outputs = first_decoder.on_gpu  # so that an inference overwrites the others' logits
+        self._shares_outputs = first_decoder.on_gpu  # a forward pass then overwrites the other rows' logits
 
     @property
     def rows(self) -> list[Sequence]:
@@ -539,14 +543,14 @@ class RowByRowDecoder:
             decoder.reuse_prefixes([sequence])
 
     def truncate(self, row: int, length: int) -> None:
-        # A copy of a row is empty where states can't be copied.
+        # Without copies of states, ``reorder`` has made an empty row instead of a copy.
         self._decoders[row].truncate(0, min(length, len(self.rows[row])))
 
     def reorder(self, rows: list[int]) -> None:
         old_decoders = self._decoders
         moved_decoders: dict[int, StatefulDecoder] = {}
         for row in {*range(len(old_decoders))}.difference(rows):
-            old_decoders[row].reset(0)  # which keeps its cache for other texts, and frees its memory
+            old_decoders[row].reset(0)  # keeps the row's cache in the prefix cache, and frees its memory
             self._unused_decoders.append(old_decoders[row])
         self._decoders = []
         for row in rows:

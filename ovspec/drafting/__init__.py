@@ -1,1 +1,1 @@
-"""Drafters, which propose tokens, and the lookahead, which decides how many."""
+"""Drafters propose tokens; the lookahead decides how many."""

@@ -1,4 +1,4 @@
-"""A chain of two drafters: the second proposes where the first has no good proposal."""
+"""A chain of two drafters: the second proposes for rows without a good proposal by the first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
 
 class DrafterChain(Drafter):
-    """Asks the first drafter, which is free, then the second for rows without a good proposal."""
+    """Asks the first drafter (lookup or a user's: at no cost), then the second for rows without a good proposal."""
 
     name = "chain"
 
@@ -23,7 +23,7 @@ class DrafterChain(Drafter):
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
         second_name = self._second_drafter.name
         proposals: list[Proposal] = []
-        second_rows: list[RowToDraft] = []  # in the second drafter's view: rows with a good proposal don't ask it
+        second_rows: list[RowToDraft] = []  # for the second drafter, which skips rows with a good proposal
         for row, proposal in zip(rows, self._first_drafter.propose(rows, lookahead), strict=True):
             proposals.append(proposal)
             second_rows.append(row)

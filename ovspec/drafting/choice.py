@@ -1,4 +1,4 @@
-"""Parsing of ``draft=`` and ``--draft``; it doesn't import numpy, so that the command line starts quickly."""
+"""Parsing of ``draft=`` and ``--draft``, without importing numpy, to start the command line quickly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ovspec.base.hub_names import parse_hub_name
 if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter
 
-# The draft exported with the target: any, one made from the target's layers, an EAGLE-3 head, the target's MTP layer.
+# The draft exported with the target: of any kind, made from the target's layers, an EAGLE-3 head, or its MTP layer.
 EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, MTP_DRAFT = "draft", "self", "head", "mtp"
 EXPORTED_DRAFTS = (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, MTP_DRAFT)
 NO_DRAFT = "none"
@@ -23,7 +23,7 @@ NO_DRAFT = "none"
 class DraftChoice:
     """Up to two drafters, asked in the order lookup, user's drafter, model. A choice without any is false.
 
-    user_drafter: a user's drafter, or a function that makes one for each session or batch.
+    user_drafter: a user's drafter, or a function to make a drafter for each session or batch.
     model: the folder of the draft model or head; an entry of ``EXPORTED_DRAFTS`` until the target's folder is known.
     """
 

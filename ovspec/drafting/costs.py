@@ -1,4 +1,4 @@
-"""The cost of an inference by its width, learned during generation."""
+"""The cost of a forward pass by its width, learned during generation."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import numpy as np
 from ovspec.cache.decoder import FAST_RULE, FeedRule
 
 WIDEST_INFERENCE = 64  # largest width with a learned cost; beyond it, the cost is extrapolated linearly
-INITIAL_WIDTH_CHANGE_SHARE = 0.2  # assumed cost of a change of width until measured, as a share of an inference
+INITIAL_WIDTH_CHANGE_SHARE = 0.2  # assumed cost of a change of width until measured, as a share of a forward pass
 MEASURED_CHANGE_COUNT = 4  # weight of a profile's measurement, in changes
-# One inference counts as no faster or slower than by these factors, and slower by less if it may have compiled kernels.
+# Bounds of the time factor of a single forward pass; the upper bound is lower if it may have compiled kernels.
 FASTEST_FACTOR = 0.1
 SLOWEST_FACTOR = 2.0
 SLOWEST_FACTOR_OF_FIRST = 1.1
-# Exponents by which all costs follow an inference's factor, and additional exponents for its own width and above. Both
-# are larger at first: INITIAL_... divided by the inferences of its width, or by all inferences since the last prefill,
-# including itself. An inference may be slow for many reasons, but is hardly ever faster than its true cost, so costs
+# Exponents for all costs to follow a forward pass's time factor, and additional exponents for its own width and above.
+# Both are larger at first: INITIAL_... divided by the number of passes of its width, or of all passes since the last
+# prefill, including itself. A pass may be slow for many reasons, but is hardly ever faster than its true cost, so costs
 # fall faster than they rise.
 ALL_COSTS_EXPONENT = 0.03
 OWN_WIDTH_EXPONENT = 0.06
 INITIAL_EXPONENT_FOR_RISING_COSTS = 0.5
 INITIAL_EXPONENT_FOR_FALLING_COSTS = 1.0
 INITIAL_OWN_WIDTH_EXPONENT = 0.3
-# With a draft, the same width comes many times in a row. After this many, if a profile has measured the costs of
-# widths, an inference shows the machine's current speed, due to its clock or other work: all costs follow more, the
-# cost of the inference's own width less.
+# With a draft, many consecutive passes have the same width. After this number of them, and with a profile's costs, a
+# pass shows the machine's current speed (clock, other work): then all costs follow more, the pass's own width less.
 STEADY_INFERENCES = 3
 STEADY_ALL_COSTS_EXPONENT = 0.1
 STEADY_OWN_WIDTH_EXPONENT = 0.02
@@ -35,17 +34,16 @@ WIDTH_CHANGE_LEARNING_RATE = 0.1  # share by which the cost of a change of width
 
 
 class InferenceCosts:
-    """Milliseconds of an inference by its width in tokens, learned from each inference.
+    """Milliseconds of a forward pass by its width in tokens, learned from each pass.
 
-    An inference of a new width takes longer, because OpenVINO prepares every layer anew. So a narrower inference is
-    padded to the last width if padding takes less time.
+    A pass of a new width takes longer, because OpenVINO prepares every layer anew. So a narrower pass is padded to the
+    last width if padding takes less time.
 
     Args:
-        measured_ms: the costs of some widths, from a profile; otherwise the first width that repeats sets the scale.
+        measured_ms: the costs of some widths, from a profile; without it, the first repeated width sets the scale.
         width_change_ms: the additional cost of a change of width, if measured.
-        can_fill: whether the decoder can pad an inference.
-        rule: the decoder's feed rule: how many tokens it computes at least, and at most; more tokens take several
-            inferences.
+        can_fill: whether the decoder can pad a forward pass.
+        rule: the decoder's feed rule: its minimum tokens per pass, and its maximum; more tokens take several passes.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class InferenceCosts:
             self.width_change_ms = width_change_ms
             self._width_change_count = MEASURED_CHANGE_COUNT
         self._rule = rule
-        # For each width, the width that it is computed at, with the same cost.
+        # For each width, the computed width, with the same cost.
         widths = range(WIDEST_INFERENCE + 1)
         self._computed_widths = np.array(
             [min(rule.padded_token_count(max(1, width)), WIDEST_INFERENCE) for width in widths]
@@ -72,12 +70,12 @@ class InferenceCosts:
         self.ms_by_width = costs = costs[self._computed_widths]
         self._can_fill = can_fill
         self._last_width = 0
-        self._same_width_count = 0  # consecutive inferences of the last width
-        self._spent_filling_ms = 0.0  # time spent on padding since the last inference that needed its width
+        self._same_width_count = 0  # consecutive passes of the last width
+        self._spent_filling_ms = 0.0  # time spent on padding since the last pass without padding
         half_width = WIDEST_INFERENCE // 2
         self._further_token_ms = float(costs[WIDEST_INFERENCE] - costs[half_width]) / half_width  # beyond the widest
-        self._inferences_since_prompt = 0  # inferences since the last prefill
-        self._inference_counts: Counter[int] = Counter()  # of each width
+        self._inferences_since_prompt = 0  # forward passes since the last prefill
+        self._inference_counts: Counter[int] = Counter()  # by width
 
     def __call__(self, width: int) -> float:
         if width <= WIDEST_INFERENCE:
@@ -85,7 +83,7 @@ class InferenceCosts:
         return float(self.ms_by_width[WIDEST_INFERENCE]) + self._further_token_ms * (width - WIDEST_INFERENCE)
 
     def next_inference_costs(self, change_share: float = 1.0) -> np.ndarray:
-        """Return the next inference's ms by the width needed, (WIDEST_INFERENCE + 1,).
+        """Return the milliseconds of the next forward pass by needed width, (WIDEST_INFERENCE + 1,).
 
         ``change_share``: share of the cost of a change of width to count.
         """
@@ -99,7 +97,7 @@ class InferenceCosts:
         return costs[self._computed_widths]
 
     def choose_fill_width(self, needed_width: int) -> int:
-        """Return the number of tokens for the next inference to compute if it needs at least ``needed_width``."""
+        """Return the width of the next forward pass, in tokens, if it needs at least ``needed_width``."""
         last_width = self._last_width
         if not (self._can_fill and needed_width and needed_width < last_width <= WIDEST_INFERENCE):
             self._spent_filling_ms = 0.0
@@ -111,7 +109,7 @@ class InferenceCosts:
         return needed_width
 
     def note_untimed_inference(self, width: int, read_prompt: bool = False) -> None:
-        """Note an inference of ``width`` tokens without a usable time.
+        """Note a forward pass of ``width`` tokens without a usable time.
 
         If it was a prefill, the new context length changes all costs alike: they adapt almost as fast as at first.
         """
@@ -120,12 +118,12 @@ class InferenceCosts:
             self._inferences_since_prompt = 1
 
     def learn_inference(self, width: int, ms: float, has_draft: bool = True) -> float:
-        """Learn from an inference of ``width`` tokens: adjust its width's cost most, and all others.
+        """Learn from a forward pass of ``width`` tokens and ``ms`` milliseconds: adjust all costs, its width's most.
 
         A width above ``WIDEST_INFERENCE`` only adjusts the cost of such widths. Returns the usual milliseconds for the
-        width; 0.0 at first, until a width repeats: the first inference of each width compiles kernels.
+        width; 0.0 at first, until a width repeats: the first pass of each width compiles kernels.
 
-        ``has_draft``: whether it is an inference of a draft model, or of a target with a draft model.
+        ``has_draft``: whether it is a pass of a draft model, or of a target with a draft model.
         """
         width = self._rule.padded_token_count(width)
         width_changed = width != self._last_width
@@ -135,7 +133,7 @@ class InferenceCosts:
             self._same_width_count = 0
         if width > WIDEST_INFERENCE:
             if self.is_known:
-                self.ms_by_width = np.minimum(self.ms_by_width, ms)  # a narrower inference can't take longer
+                self.ms_by_width = np.minimum(self.ms_by_width, ms)  # a narrower pass can't take longer
                 excess_ms = ms - float(self.ms_by_width[WIDEST_INFERENCE])
                 self._further_token_ms = max(0.0, excess_ms / (width - WIDEST_INFERENCE))
             return ms
@@ -144,7 +142,7 @@ class InferenceCosts:
         same_width_ms = float(self.ms_by_width[width])
         usual_ms = same_width_ms + width_changed * self.width_change_ms
         is_first = self._inference_counts[width] == 1  # it may include kernel compilation
-        if not self.is_known:  # the first without kernel compilation counts
+        if not self.is_known:  # the first pass without kernel compilation sets the scale
             self.is_known = not is_first
             scale = ms / usual_ms
             self.ms_by_width = self.ms_by_width * scale
@@ -162,7 +160,7 @@ class InferenceCosts:
         return usual_ms
 
     def _adjust_costs(self, time_factor: float, width: int, width_changed: bool, has_draft: bool) -> None:
-        """Let all costs follow an inference that took ``time_factor`` times its usual time."""
+        """Let all costs follow a forward pass of ``time_factor`` times its usual time."""
         all_costs_exponent, own_width_exponent = ALL_COSTS_EXPONENT, OWN_WIDTH_EXPONENT
         if self._was_measured and has_draft and self._same_width_count >= STEADY_INFERENCES:
             all_costs_exponent, own_width_exponent = STEADY_ALL_COSTS_EXPONENT, STEADY_OWN_WIDTH_EXPONENT
@@ -171,15 +169,15 @@ class InferenceCosts:
         if not width_changed:
             own_width_exponent = max(own_width_exponent, INITIAL_OWN_WIDTH_EXPONENT / self._inference_counts[width])
         own_width_factor = time_factor**own_width_exponent
-        self.ms_by_width[max(1, width - 1) :] *= own_width_factor  # its neighbour and all larger widths
+        self.ms_by_width[max(1, width - 1) :] *= own_width_factor  # the width, its lower neighbour, all larger widths
         self.ms_by_width[width] *= own_width_factor
         self.ms_by_width = self.ms_by_width[self._computed_widths]
 
 
 def initial_costs(measured_ms: Mapping[int, float] | None, max_width: int | None) -> np.ndarray:
-    """Return the ms by width, (WIDEST_INFERENCE + 1,), before anything is learned; relative if none was measured.
+    """Return the initial milliseconds by width, (WIDEST_INFERENCE + 1,); only relative without ``measured_ms``.
 
-    ``max_width``: number of tokens of the widest inference; more tokens take several inferences.
+    ``max_width``: maximum width of a forward pass; more tokens take several passes.
     """
     widths = np.arange(WIDEST_INFERENCE + 1)
     if measured_ms and len(measured_ms) > 1:

@@ -1,4 +1,4 @@
-"""Drafting with a small model that proposes the target's tokens (Leviathan et al., arXiv 2211.17192)."""
+"""Drafting with a small model of the target's vocabulary (Leviathan et al., arXiv 2211.17192)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelDrafter(Drafter):
         if not drafting_rows or not lookahead.can_afford_drafting(self.name, len(drafting_rows)):
             return [NO_PROPOSAL] * len(rows)
         self.decoder.reuse_prefixes([row.sequence for row in rows])
-        # The draft may hold tokens of another text: after a rewind, or of an earlier text.
+        # After a rewind or with a new text, the draft may have read other tokens.
         read_counts = {
             index: measure_common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in drafting_rows
         }
@@ -86,7 +86,7 @@ class ModelDrafter(Drafter):
     def _postpone_prompts(self, fed_tokens: list[np.ndarray], drafting_rows: list[int], lookahead: Lookahead) -> None:
         """Cut prompts in ``fed_tokens`` that are too long, and remove their rows from ``drafting_rows``, both in place.
 
-        The other rows must not wait for a whole prefill; with a prefill budget, not even if they have one, too.
+        The other rows must not wait for a whole prefill; with a prefill budget, not even if all rows have a prompt.
         """
         prompt_rows = [index for index in drafting_rows if len(fed_tokens[index]) > PREFILL_THRESHOLD]
         do_others_wait = lookahead.limits_waiting or len(prompt_rows) < len(drafting_rows)
@@ -101,7 +101,7 @@ class ModelDrafter(Drafter):
 
 
 class RowDraft:
-    """The drafted tokens of one row, at most ``budget``, from logits of ``trimmed_vocabulary``."""
+    """A row's drafted tokens, at most ``budget``, from logits of ``trimmed_vocabulary``."""
 
     def __init__(self, row: RowToDraft, budget: int, trimmed_vocabulary: TrimmedVocabulary | None) -> None:
         self.drafted_tokens: list[DraftedToken] = []
@@ -116,9 +116,9 @@ class RowDraft:
         return self._tokens[self._fed_length : self._length]
 
     def extend_draft(self, logits: np.ndarray) -> bool:
-        """Add the token chosen from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
+        """Add the token chosen from ``logits`` (vocab,), and the forced tokens after it, without a step for them.
 
-        Returns whether to continue. If a constraint or a user's function fails, it stops, and the target then reports
+        Returns whether to continue. If a constraint or a user's function fails, drafting stops; the target then reports
         the failure for this row alone.
         """
         sampler = self._row.sampler

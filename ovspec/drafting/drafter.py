@@ -28,17 +28,20 @@ NO_DRAFT_LIMITS = DraftLimits()
 
 
 class RowToDraft(NamedTuple):
-    """One row at the beginning of a round, in the drafter's view."""
+    """A row at the beginning of a round, as seen by drafters."""
 
-    sequence: Sequence  # the tokens so far; the round commits to it
+    sequence: Sequence  # the tokens so far; the round appends to it
     sampler: Sampler
-    budget: int  # maximum number of further tokens to commit, forced and proposed ones included
-    drafters_may_propose: bool = True  # whether drafters are asked; not before the first token, which must not wait
+    budget: int  # maximum number of further tokens, including forced and proposed tokens
+    drafters_may_propose: bool = True  # whether to ask drafters; not before the first token, to keep its latency low
     draft_limits: DraftLimits = NO_DRAFT_LIMITS
-    logits_rows: int = 1  # logits needed at the end of the text
+    logits_rows: int = 1  # number of positions with logits at the end of the text
 
     def draft_budget(self, drafter_name: str | None = None) -> int:
-        """Return how many tokens the drafter, or any, may propose; one of the budget is the target's own."""
+        """Return the maximum number of tokens the drafter (None: any drafter) may propose.
+
+        A token of the budget is left for the target's own.
+        """
         limits = self.draft_limits
         if not self.drafters_may_propose:
             return 0
@@ -63,22 +66,26 @@ class RowToDraft(NamedTuple):
 
 
 class Drafter:
-    """Proposes tokens for every row of a batch; reads only committed tokens and its own guesses.
+    """The base class of drafters, for your own drafter; a row is one text of a batch.
 
-    A custom drafter needs only ``guess``; its attribute ``name``, by default the class name, is its name in statistics.
-    The other methods are for drafters with state for each row.
+    A custom drafter needs only ``guess``. Its attribute ``name``, by default the class name, is its name in statistics.
+    A drafter with state per row also implements ``reset`` and ``reorder``. A drafter for all rows at once overrides
+    ``propose``.
     """
 
     name = ""  # the name in statistics; by default the class name
     vocabulary: KnownTokenIds = ALL_IDS  # set by the model: other ids are never proposed
-    seconds = 0.0  # spent in inference so far
+    seconds = 0.0  # time spent in forward passes so far
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:
-        """Return at most ``budget`` ids likely to follow ``tokens`` (n,) int64, which must not be modified."""
+        """Return at most ``budget`` ids likely to follow ``tokens``, the text so far, (n,) int64; don't modify it."""
         raise NotImplementedError(f"{type(self).__name__} must implement guess(tokens, budget).")
 
     def propose(self, rows: list[RowToDraft], lookahead: Lookahead) -> list[Proposal]:
-        """Return a proposal for every row, cut to the length the lookahead finds worthwhile."""
+        """Return a proposal for each of ``rows``; by default the ids from ``guess``, cut to the most profitable length.
+
+        The types are in ``ovspec.drafting``: ``drafter``, ``lookahead`` and ``proposal``.
+        """
         budgets = [row.draft_budget(self.name) for row in rows]
         if not lookahead.should_draft(self.name, 0, budgets):
             return [NO_PROPOSAL] * len(rows)
@@ -88,10 +95,10 @@ class Drafter:
         ]
 
     def reset(self, rows: int) -> None:
-        """Forget everything and start over with ``rows`` rows."""
+        """Drop the state of all rows, and start over with ``rows`` empty rows; called before any other method."""
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i a copy of old row ``rows[i]``, or an empty row, as ``Decoder.reorder`` does."""
+        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is -1."""
 
     def _guess_for_row(self, row: RowToDraft, budget: int) -> Proposal:
         if not budget:

@@ -1,4 +1,4 @@
-"""Makes a call's drafter: one drafter, a chain of two, or a user's own."""
+"""Makes a call's drafter: a single drafter, a chain of two, or a user's own."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def make_drafter(
     known_ids: KnownTokenIds,
     head_name: str = "head",
 ) -> Drafter | None:
-    """Return the drafter for ``choice``, a chain of two if it has two; None for plain decoding.
+    """Return the drafter for ``choice``, a ``DrafterChain`` if there are two; None for plain decoding.
 
     Args:
+        choice: the drafters; None or empty for plain decoding.
         draft_decoders: the decoder of the draft model, or the decoders of a head's layers, if ``choice`` has one.
         target_decoder: the target's decoder, if the draft is a head on the target's features.
-        target_ids: the target's id of each of the draft's logits; None for the target's whole vocabulary.
+        target_ids: the target's id of each logit of the draft, (n,) int64; None for the target's whole vocabulary.
         target_width: width of the target's logits.
-        corpora: further texts for lookup to propose from.
+        corpora: further texts for lookup's proposals.
         known_ids: the ids allowed in proposals.
         head_name: the head's name as a drafter.
     """

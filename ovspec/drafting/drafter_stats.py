@@ -1,4 +1,4 @@
-"""A drafter's acceptance and the time it has saved, learned during generation."""
+"""A drafter's acceptance rates and time savings, learned during generation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PRIOR_ACCEPTANCE = (np.array([0.0, *CONFIDENCE_EDGES]) + np.array([*CONFIDENCE_E
 PRIOR_WEIGHT = 2.0
 FIRST_ACCEPTANCE = 0.75  # conditional acceptance assumed of a new drafter
 OBSERVATION_RETENTION = 0.95  # factor by which each new observation discounts the older ones
-# A drafter may lose the time of this many plain rounds, plus as much as it has saved lately. After that it gets this
-# share of all rounds for its trials.
+# A drafter may lose the time of this many plain rounds, plus its recent savings. Further trials get this share of all
+# rounds.
 BASE_ALLOWED_LOSS_ROUNDS = 1.2
 TRIAL_ROUND_SHARE = 0.003
-# Tokens over which savings are kept. Lookup depends on repetitions, and so on the kind of text, which may change at
-# once; a model is about equally good at all kinds.
+# Length of memory for savings, in tokens. Lookup depends on repetitions, and so on the kind of text, with sudden
+# changes; a draft model is about equally good at all kinds.
 RECENT_TOKENS = {"lookup": 24}
 RECENT_TOKENS_OF_MODELS = 400
 MAX_SAVED_ROUNDS = 16  # limit of savings in plain rounds, and so of a suddenly useless drafter's losses
@@ -52,7 +52,7 @@ class AcceptanceRates:
         return float(self._accepted_by_bin[bin_index] / self._reached_by_bin[bin_index])
 
     def learn_proposal(self, proposal: Proposal, accepted: int) -> None:
-        """Learn that the first ``accepted`` tokens of a proposal were accepted."""
+        """Learn from a verified proposal; its first ``accepted`` tokens were accepted."""
         for token_index in range(min(accepted + 1, len(proposal.tokens))):
             is_accepted = token_index < accepted
             self._accepted_sum = self._accepted_sum * OBSERVATION_RETENTION + is_accepted
@@ -63,7 +63,7 @@ class AcceptanceRates:
                 self._reached_by_bin[bin_index] += 1
 
     def fade_rates(self, proposal: Proposal) -> None:
-        """Trust the known rates a little less, because they prevent a trial of ``proposal``."""
+        """Discount the known rates a little, because they have prevented a trial of ``proposal``."""
         prior_weight = (1 - OBSERVATION_RETENTION) * PRIOR_WEIGHT
         self._accepted_sum = self._accepted_sum * OBSERVATION_RETENTION + prior_weight * FIRST_ACCEPTANCE
         self._reached_sum = self._reached_sum * OBSERVATION_RETENTION + prior_weight
@@ -71,7 +71,7 @@ class AcceptanceRates:
             self._fade_confidence_bin(proposal.confidence[0])
 
     def _fade_confidence_bin(self, confidence: float) -> int:
-        """Move a bin towards the prior, its value once all observations have faded; return its index."""
+        """Move a confidence bin towards its prior, its value without observations; return its index."""
         bin_index = bisect.bisect_right(CONFIDENCE_EDGES, confidence)
         prior_weight = (1 - OBSERVATION_RETENTION) * PRIOR_WEIGHT
         self._accepted_by_bin[bin_index] = (
@@ -82,15 +82,15 @@ class AcceptanceRates:
 
 
 class SavingsBalance:
-    """Plain rounds saved lately by drafting, less the rounds lost: at most ``allowed_loss_rounds`` may be lost.
+    """The recent savings of drafting in plain rounds, less the losses, with a limit for losses.
 
-    ``recent_tokens``: tokens over which savings are kept.
+    ``recent_tokens``: length of memory for savings, in tokens.
     """
 
     def __init__(self, recent_tokens: float) -> None:
         self._recent_tokens = recent_tokens
         self._saved_rounds = 0.0
-        self._tokens_since_round = 0.0  # since the last round with a proposal
+        self._tokens_since_round = 0.0  # generated tokens since the last round with a proposal
 
     @property
     def allowed_loss_rounds(self) -> float:
@@ -98,17 +98,17 @@ class SavingsBalance:
 
     @property
     def allowed_trial_rounds(self) -> float:
-        """The plain rounds a trial may cost by now, whatever its expected gain."""
+        """The maximum cost of a trial now, in plain rounds, whatever its expected gain."""
         return TRIAL_ROUND_SHARE * self._tokens_since_round
 
     def add_generated_tokens(self, tokens: float) -> None:
-        """Note that ``tokens`` were generated for each row, with or without drafting."""
+        """Note ``tokens`` generated tokens per row, with or without drafting."""
         self._tokens_since_round += tokens
         if self._saved_rounds > 0:
             self._saved_rounds *= math.exp(-tokens / self._recent_tokens)
 
     def add_round_savings(self, saved_rounds: float) -> None:
-        """Note that a round saved the time of ``saved_rounds`` plain rounds, or lost it."""
+        """Note a round's savings in plain rounds; negative if it lost time."""
         if self._saved_rounds < 0:
             self._saved_rounds = min(0.0, self._saved_rounds + self.allowed_trial_rounds)
         self._saved_rounds = min(self._saved_rounds + saved_rounds, MAX_SAVED_ROUNDS)
@@ -127,7 +127,7 @@ class DrafterStats:
         self.recent_rounds = 0.0
 
     def learn_savings(self, tokens: int, ms: float) -> None:
-        """Learn that a round generated ``tokens`` in ``ms``."""
+        """Learn from a round of ``ms`` milliseconds with ``tokens`` generated tokens."""
         self.recent_tokens = self.recent_tokens * OBSERVATION_RETENTION + tokens
         self.recent_ms = self.recent_ms * OBSERVATION_RETENTION + ms
         self.recent_rounds = self.recent_rounds * OBSERVATION_RETENTION + 1

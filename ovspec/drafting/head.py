@@ -9,14 +9,14 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.sampling.samplers import TrimmedVocabulary
 
-# The maximum number of tokens, forced or unread, that the head reads one by one for lack of features.
+# Maximum number of forced or unread tokens without features; the head reads them one by one.
 MAX_TOKENS_WITHOUT_FEATURES = 8
 
 
 class HeadDrafter(ModelDrafter):
-    """Proposes the head's tokens, a subset of the target's, chosen like a draft model's tokens.
+    """Proposes tokens by a head, chosen like a draft model's; its vocabulary may be a part of the target's.
 
-    It needs the features of the text, so it doesn't propose where the target has a long prefill first.
+    It needs the features of the text, so it doesn't propose for a row with many tokens unread by the target.
     """
 
     def __init__(self, decoder: HeadDecoder, trimmed_vocabulary: TrimmedVocabulary | None, name: str = "head") -> None:

@@ -1,9 +1,9 @@
 """The lookahead: the number of tokens to propose, by a token's cost and its chance of acceptance.
 
-Times are milliseconds of wall clock. A round of k proposed tokens costs k draft steps and an inference of k + 1 tokens,
-and yields 1 + a1 + a1 a2 + ... tokens on average, with ai the conditional acceptance of the i-th. The rule comes from
-renewal processes: propose one more token while its chance of acceptance, times the current cost of a token, exceeds its
-own cost. As acceptance is never certain, a drafter's losses are limited, too: see ``SavingsBalance``.
+Times are milliseconds of wall clock. A round of k proposed tokens costs k draft steps and a forward pass over k + 1
+tokens. It yields 1 + a1 + a1 a2 + ... tokens on average, with ai the conditional acceptance of the i-th token. The rule
+comes from renewal processes: propose another token while its chance of acceptance, times the current cost of a token,
+exceeds its own cost. As acceptance is never certain, a drafter's losses are limited, too: see ``SavingsBalance``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_PROPOSED = 16  # maximum tokens proposed for a row in a round, unless the lo
 # Prompt tokens per draft step while other rows draft; the reading rows get no proposal.
 CATCH_UP_TOKENS = 64
 POOR_ACCEPTANCE = 0.3  # with a fixed lookahead, lookup with a lower acceptance is skipped
-MAX_FURTHER_STEPS = 4  # draft steps weighed together: the first alone may not be worth its time
-# A draft proposes in most rounds, so a new width lasts for some rounds: the first has to earn this part of the change's
-# cost. Lookup proposes occasionally, so it has to earn all of it.
+MAX_FURTHER_STEPS = 4  # draft steps weighed together, because the first step alone may not be worth its time
+# A draft proposes in most rounds, so a new width lasts for some rounds, and a round has to earn this share of the cost
+# of the change. Lookup proposes occasionally, so its round has to earn all of it.
 WIDTH_CHANGE_SHARE_OF_ROUND = 0.5
-MIN_OBSERVATIONS = 4  # rounds or tokens required before a mean over them is trusted
+MIN_OBSERVATIONS = 4  # minimum number of rounds or tokens for a usable mean
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class RoundOutcome:
     """The proposals of a round, the number of tokens accepted, and the cost."""
 
     proposals: list[tuple[Proposal, int]]  # each row's proposal, and the number of its accepted tokens
-    width: int  # tokens computed by the inference for all rows, padding included
+    width: int  # computed tokens of the forward pass, over all rows, including padding
     forced_tokens: int  # number of forced tokens among them
-    prefilled: bool  # whether others, such as a prompt, were also fed: then the times say nothing about proposals
+    prefilled: bool  # whether other tokens, such as a prompt, were also fed: the times then don't measure proposals
     draft_seconds: float
     verify_seconds: float
 
@@ -63,25 +63,25 @@ class Lookahead:
         self.draft_costs = draft_costs or InferenceCosts()
         self.begin_round()
         self._drafter_stats: dict[str, DrafterStats] = {}
-        self._overall_stats = DrafterStats()  # of all rounds and drafters, without acceptance
+        self._overall_stats = DrafterStats()  # savings of all rounds and drafters, without acceptance
         self._draft_steps_ms: float | None = None  # usual time of the draft's steps in this round
-        self._asked_drafters: set[str] = set()  # in this round: asking takes time even without a proposal
+        self._asked_drafters: set[str] = set()  # asked in this round, which takes time even without a proposal
 
     def begin_round(self, max_added_ms: float = math.inf, limits_waiting: bool = False) -> None:
-        """Begin a round, with ``max_added_ms`` for proposals.
+        """Begin a round, with at most ``max_added_ms`` milliseconds for proposals.
 
-        ``limits_waiting``: no row may wait long while others read.
+        ``limits_waiting``: rows must not wait long while other rows read.
         """
         self.max_added_ms = max_added_ms
         self.limits_waiting = limits_waiting
-        # Tokens and rows of this round already decided by ``cut_proposal``.
+        # Tokens and rows of this round after ``cut_proposal``.
         self._decided_tokens = 0
         self._decided_rows = 0
 
     # ------------------------------------------------------------ questions of drafters
 
     def can_afford_drafting(self, drafter_name: str, row_count: int, reading_ms: float = 0.0) -> bool:
-        """Return whether a drafter may draft for some rows, after ``reading_ms`` of reading, by its allowed loss."""
+        """Return whether drafting for ``row_count`` rows, after ``reading_ms`` of reading, is an allowed loss."""
         if self.fixed_length is not None:
             return True
         if not self.target_costs.is_known:  # this round will measure plain decoding
@@ -98,10 +98,10 @@ class Lookahead:
     def should_draft(
         self, drafter_name: str, unread_count: int, remaining_counts: Sequence[int], reads_prompt: bool = False
     ) -> bool:
-        """Return whether to ask a drafter that has ``unread_count`` tokens to read.
+        """Return whether to ask a drafter with ``unread_count`` unread tokens.
 
         ``remaining_counts``: tokens left to generate, by row.
-        ``reads_prompt``: whether a prompt, or as much, is unread: it is read once, so its time doesn't count.
+        ``reads_prompt``: whether a prompt, or a text as long, is unread; it is read once, so its time doesn't count.
         """
         if self.fixed_length is not None:
             return True
@@ -110,9 +110,9 @@ class Lookahead:
         reading_ms = self._draft_step_ms(unread_count) - self._draft_step_ms(row_count)
         if not self.can_afford_drafting(drafter_name, row_count, 0.0 if reads_prompt else reading_ms):
             return False
-        # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
+        # Assume at least the initial acceptance, to give a drafter another chance after a while.
         gain_ms = self._expected_gain(max(stats.acceptance.mean_rate, FIRST_ACCEPTANCE), row_count)
-        # Costs measured while other work ran may be wrong: a trial, paid from savings, corrects them.
+        # Costs measured beside other work may be wrong; a trial, paid from savings, corrects them.
         trial_ms = stats.balance.allowed_trial_rounds * row_count * self._plain_token_ms(row_count)
         is_trial_due = self._draft_step_ms(row_count) <= trial_ms
         if (
@@ -133,7 +133,7 @@ class Lookahead:
         acceptance = self._get_drafter_stats(drafter_name).acceptance
         width = (
             len(drafted_tokens) + sum(map(len, drafted_tokens)) + self._decided_tokens
-        )  # of the target's inference so far
+        )  # width of the target's forward pass so far
         max_steps = min(WIDEST_INFERENCE - width, MAX_FURTHER_STEPS)
         if max_steps < 1:
             return []
@@ -159,7 +159,7 @@ class Lookahead:
         return extended_rows
 
     def cut_proposal(self, proposal: Proposal, row_count: int) -> Proposal:
-        """Return the part of a free ``proposal`` that is worth verifying; called once for each row."""
+        """Return the part of a free ``proposal`` worth verifying; called once per row."""
         self._decided_rows += 1
         if not len(proposal.tokens):
             return NO_PROPOSAL
@@ -173,7 +173,7 @@ class Lookahead:
         return shorten_proposal(proposal, length)
 
     def prefers_drafter(self, drafter_name: str, proposal: Proposal, row_count: int) -> bool:
-        """Return whether ``drafter_name`` is likely to do better than the free ``proposal``."""
+        """Return whether drafter ``drafter_name`` is likely to save more than the free ``proposal``."""
         acceptance = self._get_drafter_stats(proposal.source).acceptance
         if self.fixed_length is not None:
             is_poor = acceptance.mean_rate < min(
@@ -199,7 +199,7 @@ class Lookahead:
         return self._expected_gain(stats.acceptance.mean_rate, row_count)
 
     def max_prompt_tokens(self) -> int:
-        """Return how many tokens of prompts the draft may read in a step while other rows draft."""
+        """Return the maximum number of prompt tokens for a step of the draft while other rows draft."""
         if math.isinf(self.max_added_ms) or not self.draft_costs.is_known:
             return CATCH_UP_TOKENS
         token_ms = (self.draft_costs(CATCH_UP_TOKENS) - self.draft_costs(1)) / (CATCH_UP_TOKENS - 1)
@@ -268,7 +268,7 @@ class Lookahead:
         return self.draft_costs(width) if self.draft_costs.is_known else 0.0
 
     def _allowed_loss_ms(self, drafter_name: str, row_count: int) -> float:
-        """Return how many milliseconds a round with a proposal of ``drafter_name`` may lose."""
+        """Return the allowed loss of a round with a proposal of ``drafter_name``, in milliseconds."""
         allowed_loss_rounds = min(
             self._get_drafter_stats(drafter_name).balance.allowed_loss_rounds,
             self._overall_stats.balance.allowed_loss_rounds,
@@ -278,7 +278,7 @@ class Lookahead:
     def _expected_gain(self, acceptance: float, row_count: int) -> float:
         """Return the gain at the conditional acceptance ``acceptance`` with the best number of drafted tokens."""
         step_ms = self._draft_step_ms(row_count)
-        least_token_ms = math.inf  # stays so with too many rows: even one token each exceeds WIDEST_INFERENCE
+        least_token_ms = math.inf  # stays infinite if the rows alone exceed WIDEST_INFERENCE
         expected_tokens = float(row_count)
         all_accepted_rate = 1.0
         for steps in range(1, min(MAX_PROPOSED, WIDEST_INFERENCE // row_count - 1) + 1):
@@ -289,7 +289,7 @@ class Lookahead:
         return self._plain_token_ms(row_count) - least_token_ms
 
     def _current_token_ms(self, row_count: int) -> float:
-        """Return the current cost of a token in milliseconds, saved by each accepted token."""
+        """Return the current cost of a token in milliseconds: the saving by an accepted token."""
         plain_token_ms = self._plain_token_ms(row_count)
         overall_stats = self._overall_stats
         if overall_stats.recent_tokens <= MIN_OBSERVATIONS:
@@ -297,11 +297,11 @@ class Lookahead:
         return min(plain_token_ms, overall_stats.recent_ms / overall_stats.recent_tokens)
 
     def _find_best_length(self, proposal: Proposal, row_count: int, other_tokens: int) -> tuple[int, float]:
-        """Return (tokens worth verifying with ``other_tokens`` of other rows, milliseconds per token then)."""
+        """Return the best number of tokens to verify beside ``other_tokens`` of other rows, and its ms per token."""
         if not self.target_costs.is_known:
             return len(proposal.tokens), 0.0
         plain_token_ms = self._plain_token_ms(row_count)
-        width = row_count + other_tokens  # width of the inference without this proposal
+        width = row_count + other_tokens  # width of the forward pass without this proposal
         acceptance_rates = self._get_drafter_stats(proposal.source).acceptance.estimate_token_rates(proposal)[
             : max(0, WIDEST_INFERENCE - width)
         ]

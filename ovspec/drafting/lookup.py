@@ -1,4 +1,4 @@
-"""Prompt lookup: propose the tokens that followed earlier occurrences of the last few tokens.
+"""Prompt lookup: propose the continuation of earlier occurrences of the last few tokens.
 
 Based on Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index updated
 as the text grows instead of a search through all of it.
@@ -19,12 +19,12 @@ from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 MIN_MATCH_TOKENS = 2  # minimum match length
 MAX_MATCH_TOKENS = 16  # maximum match length
 MAX_COMPARED_POSITIONS = 32  # earlier occurrences compared, latest first
-MAX_INDEX_EXCESS_TOKENS = 32_768  # index tokens beyond the text; a full index is cut to half of this
+MAX_INDEX_EXCESS_TOKENS = 32_768  # maximum tokens in the index besides the text; a full index is cut to half of this
 SEPARATOR = -1  # not a token: matches end there
 
 
 class NgramIndex:
-    """An index of one or more growing texts: the positions of each pair of adjacent tokens."""
+    """An index of growing texts: the positions of each pair of adjacent tokens."""
 
     def __init__(self) -> None:
         self._indexed_text = Sequence([SEPARATOR] * MAX_MATCH_TOKENS)
@@ -45,7 +45,7 @@ class NgramIndex:
             self._positions_by_pair.setdefault(pair, []).append(start + i)
 
     def add_separator(self) -> None:
-        """Separate the tokens added next from the earlier tokens, so that no match spans both."""
+        """Separate the next tokens from the earlier tokens: no match spans both."""
         self._indexed_text.commit([SEPARATOR] * 2)
 
     def follow_sequence(self, sequence: Sequence) -> None:
@@ -88,9 +88,10 @@ class NgramIndex:
         return longest, latest_positions[lengths == longest][::-1].tolist()
 
     def find_continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
-        """Return (tokens that most often followed at ``positions``, share of the positions that agree on each).
+        """Return the most frequent continuation at ``positions``, up to ``length`` tokens, and each token's share.
 
-        A tie goes to the latest position. Past the end of the text, it reads on in the tokens found.
+        A token's share is among the positions with the same tokens before it. A tie goes to the latest position. Beyond
+        the end of the text, it continues with the tokens found.
         """
         tokens: list[int] = []
         shares: list[float] = []
@@ -155,7 +156,7 @@ class LookupDrafter(Drafter):
                     row_index, match_length, positions = corpus, corpus_length, corpus_positions
         if match_length < MIN_MATCH_TOKENS:
             return NO_PROPOSAL
-        # The more tokens match, the more likely the text is to continue as before.
+        # A longer match makes the same continuation more likely.
         tokens, shares = row_index.find_continuation(positions, min(budget, 2 * match_length))
         if not tokens:
             return NO_PROPOSAL

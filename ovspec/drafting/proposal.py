@@ -13,8 +13,8 @@ from ovspec.sampling.warp import WarpedLogits
 class Proposal:
     """Proposed next tokens, (n,) int64.
 
-    ``confidence`` (n,), 0 to 1: the drafter's confidence in each, on a scale of its own; the lookahead learns the
-    corresponding acceptance. ``distributions``: for rejection sampling, the distribution each token was drawn from.
+    ``confidence`` (n,), 0 to 1: the drafter's confidence in each token, on the drafter's own scale; the lookahead
+    learns the corresponding acceptance. ``distributions``: for rejection sampling, each token's distribution.
     ``source``: the drafter's name. ``from_healing``: whether the tokens are healed prompt tokens; statistics leave them
     out.
     """

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class UserDrafter(Drafter):
-    """Calls a user's drafter, or one made by a user's function; its errors become OvspecErrors."""
+    """Calls a user's drafter, given or made by a user's function; its errors become OvspecErrors."""
 
     def __init__(self, drafter_or_maker: Drafter | Callable[[], Drafter], known_ids: KnownTokenIds) -> None:
         self.name = getattr(drafter_or_maker, "__name__", type(drafter_or_maker).__name__)

@@ -1,1 +1,1 @@
-"""The generation loop: the runtime that makes rows, rounds over them, and the scheduler that runs them."""
+"""The generation loop: the runtime makes rows, and the scheduler runs rounds over them."""

@@ -1,4 +1,4 @@
-"""Decoders of the compiled target and draft, a pool that lends them, and limits of their memory."""
+"""Decoders of the compiled target and draft, the pool to borrow them from, and limits of their memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from ovspec.params import Params
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.vocabulary import KnownTokenIds
 
-NO_LOOKAHEAD = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
-MAX_IDLE_SECONDS = 60.0  # after which idle decoders are dropped, when others are released
+NO_LOOKAHEAD = Lookahead(0)  # no proposals, and no forced tokens
+MAX_IDLE_SECONDS = 60.0  # each release drops decoders idle for longer
 
 
 @dataclass
 class DecoderSet:
-    """The decoders of one session or batch, and their lookaheads for greedy (False) and for sampled text (True)."""
+    """The decoders of a session or batch, and their lookaheads, for greedy (False) and for sampled text (True)."""
 
     target: Decoder
     drafter: Drafter | None
@@ -48,7 +48,7 @@ class DecoderSet:
     lookaheads: dict[bool, Lookahead]
 
     def select_drafter_and_lookahead(self, params: Params) -> tuple[Drafter | None, Lookahead]:
-        """Return the drafter and the lookahead of a call; greedy and sampled texts teach separate lookaheads."""
+        """Return the drafter and the lookahead for a call; greedy and sampled texts have separate lookaheads."""
         if params.lookahead == 0:
             return None, NO_LOOKAHEAD
         lookahead = self.lookaheads[params.is_sampled]
@@ -63,15 +63,16 @@ class DecoderSet:
 
 
 class ModelPair:
-    """The compiled target and draft, and the memory of their KV caches. Threads may share them.
+    """The compiled target and draft, and the memory of their KV caches. Thread-safe.
 
     Args:
+        target, draft: the compiled models; the draft may be a draft model or a head.
         draft_choice: the drafters.
         known_ids: the ids of the vocabulary.
-        corpora: texts that lookup may propose from.
-        cache_bytes: memory of KV caches from which caches of ended texts are evicted; with 0, none are kept. By default
-            a quarter of the free memory, and greedy texts of a model that can't be exact share no prefix, because their
-            tokens would depend on what is cached.
+        corpora: texts for lookup's proposals.
+        cache_bytes: memory of KV caches above which caches of ended texts are evicted; 0 keeps no caches. None: a
+            quarter of the free memory; but if exact arithmetic is requested and not possible here, greedy texts share
+            no prefix, because their tokens would depend on the cache's contents.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ModelPair:
         self.shares_greedy_prefixes = not (
             cache_bytes is None and target.lacks_requested_exactness and target.is_reproducible
         )
-        self.loaded_models = [target, *self._list_draft_layers()]  # also a draft that no drafter uses
+        self.loaded_models = [target, *self._list_draft_layers()]  # includes a draft without a drafter
         max_cache_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         if max_cache_bytes:
             for loaded_model in self.loaded_models:
@@ -101,11 +102,11 @@ class ModelPair:
 
     @property
     def rows_grow(self) -> bool:
-        """Whether rows of a batch reserve what they have, because a text that is read again stays the same."""
+        """Whether rows reserve memory as they grow and may be set back: with exact arithmetic, this changes no text."""
         return self.target.arithmetic == "exact"
 
     def with_drafters(self, draft_choice: DraftChoice | None) -> ModelPair:
-        """Return the same models with other drafters; a draft model must be the loaded one."""
+        """Return the same models with other drafters; only the loaded draft model is possible."""
         copied_pair = copy.copy(self)
         copied_pair.draft_choice = draft_choice
         if not (draft_choice and draft_choice.model):
@@ -118,7 +119,7 @@ class ModelPair:
         return [model.ir for model in (self.target, *draft_layers)]
 
     def make_decoders(self) -> DecoderSet:
-        """Return new decoders, which know the costs that a profile has measured."""
+        """Return new decoders, with the costs from the profile."""
         target = self._make_decoder(self.target)
         target_costs = InferenceCosts(self.target.verify_ms, self.target.change_ms, target.fills_width, target.rule)
         drafts = [self._make_decoder(model) for model in self._list_draft_layers()]
@@ -131,13 +132,13 @@ class ModelPair:
         return DecoderSet(target, self._make_drafter(target, drafts), drafts, lookaheads)
 
     def fork_decoders(self, decoders: DecoderSet) -> DecoderSet:
-        """Return copies of ``decoders`` that continue from the same texts."""
+        """Return copies of ``decoders``, with the same texts in their KV caches."""
         target = decoders.target.fork()
         drafts = [draft.fork() for draft in decoders.drafts]
         return DecoderSet(target, self._make_drafter(target, drafts), drafts, copy.deepcopy(decoders.lookaheads))
 
     def _list_draft_layers(self) -> list[CompiledModel]:
-        """Return the draft model, or a head's layers."""
+        """Return the draft model, or a head's layers; [] without a draft."""
         return self.draft.list_layers() if self.draft else []
 
     def _make_decoder(self, model: CompiledModel) -> Decoder:
@@ -161,7 +162,7 @@ class ModelPair:
         )
 
     def close(self) -> None:
-        """Free the models; inferences raise InferenceError from now on."""
+        """Free the models; later forward passes raise InferenceError."""
         for model in self.loaded_models:
             model.close()
 
@@ -173,32 +174,35 @@ class ModelPair:
 
     @property
     def prefix_caches(self) -> list[PrefixCache]:
-        """Where KV caches of ended texts are kept for texts with the same prefix."""
+        """The prefix caches of all loaded models."""
         return [model.prefix_cache for model in self.loaded_models if model.prefix_cache]
 
     @property
     def idle_cache_bytes(self) -> float:
-        """The bytes of kept KV caches that no text needs."""
+        """Size of the prefix caches' idle entries, in bytes."""
         return sum(cache.idle_bytes for cache in self.prefix_caches)
 
     def limit_cached_tokens(self, max_tokens: float) -> None:
-        """Evict kept KV caches once ``max_tokens`` are cached, or as many as fit into ``cache_bytes``, if it is set."""
+        """Evict from the prefix caches above ``max_tokens`` cached tokens, or above ``cache_bytes`` if this is less."""
         if self.cache_bytes is not None:
             max_tokens = min(max_tokens, self._count_kept_tokens(self.cache_bytes))
         for cache in self.prefix_caches:
             cache.limit_cached_tokens(max_tokens)
 
     def _count_kept_tokens(self, kept_bytes: float) -> float:
-        # Kept recurrent states count as blocks; without keys and values there are none.
+        # The prefix cache counts recurrent states in tokens of keys and values, except in models without any.
         return kept_bytes / (sum(map(kv_bytes_per_token, self.compiled_irs())) or self._max_token_bytes)
 
     def free_idle_caches(self) -> None:
-        """Free the KV caches that no text needs."""
+        """Free the prefix caches' idle entries."""
         for cache in self.prefix_caches:
             cache.free_idle()
 
     def ensure_memory(self, token_count: int, include_draft: bool = True) -> None:
-        """Raise OvspecError if the states for ``token_count`` more tokens can't fit into free memory."""
+        """Raise OvspecError if the KV caches for ``token_count`` more tokens don't fit into free memory.
+
+        Frees idle entries of the prefix caches if they only fit without these.
+        """
         if token_count * self._max_token_bytes > LEAST_CHECKED_BYTES:
             check_memory_for_tokens(self.compiled_irs(include_draft), token_count, self.idle_cache_bytes)
             if token_count * self._max_token_bytes > psutil.virtual_memory().available:
@@ -214,11 +218,11 @@ class ModelPair:
 
 
 class DecoderPool:
-    """Lends sets of decoders, and makes one when none is idle. Threads may share it."""
+    """Lends sets of decoders, and makes a new set if no set is idle. Thread-safe."""
 
     def __init__(self, models: ModelPair) -> None:
         self.models = models
-        self._idle_sets: list[tuple[float, DecoderSet]] = []  # with the time of their release; the longest idle first
+        self._idle_sets: list[tuple[float, DecoderSet]] = []  # (time of release, set), longest idle first
         self._closed = False
         self._lock = threading.Lock()
 
@@ -227,7 +231,7 @@ class DecoderPool:
         return len(self._idle_sets)
 
     def acquire(self) -> DecoderSet:
-        """Return a set without any rows, if possible the one released last."""
+        """Return a set without rows, if possible the last released set."""
         with self._lock:
             if self._idle_sets:
                 return self._idle_sets.pop()[1]
@@ -236,7 +240,7 @@ class DecoderPool:
         return decoders
 
     def release(self, decoders: DecoderSet) -> None:
-        """Empty a set, which frees memory, and keep it for reuse."""
+        """Empty a set to free its memory, and keep it for reuse."""
         decoders.reset(0)
         current_time = time.monotonic()
         with self._lock:
@@ -251,14 +255,15 @@ class DecoderPool:
     def run_batch(
         self, rows: Iterable[Schedulable], params: Params, row_count: int | None = None, isolate_errors: bool = False
     ) -> Generator[list[tuple[int, Piece]]]:
-        """Generate ``rows`` with decoders of the pool; a row joins when there is room, and leaves when its text ends.
+        """Generate ``rows`` by continuous batching, with decoders of the pool.
 
         Yields the same lists as ``run_rows``.
 
         Args:
-            params: of most rows; ``batch_size`` and ``lookahead`` are for all.
-            row_count: number of rows, if known; a single row needs no room for others.
-            isolate_errors: whether a row whose constraints fail ends by itself and has an ``error``.
+            rows: consumed when the batch has room.
+            params: ``batch_size`` and ``lookahead`` apply to all rows; the rows have params of their own.
+            row_count: number of rows, if known; for a single row, memory isn't budgeted.
+            isolate_errors: if the constraints of a row fail, end only this row, and set its ``error``.
         """
         decoders = self.acquire()
         try:
@@ -269,7 +274,7 @@ class DecoderPool:
                 max_rows = params.batch_size
                 irs = self.models.compiled_irs(drafter is not None)
                 max_tokens = count_free_tokens(irs, max_rows, self.models.idle_cache_bytes)
-                # The budget counts the blocks of other texts, too.
+                # The budget also counts the blocks in use by other texts.
                 max_tokens += decoders.target.blocks_used * decoders.target.block_size
             isolated_errors = (OvspecError,) if isolate_errors else ()
             batch_limits = BatchLimits(max_rows, max_tokens, self.models.rows_grow, isolated_errors=isolated_errors)
@@ -278,13 +283,13 @@ class DecoderPool:
             self.release(decoders)
 
     def close(self) -> None:
-        """Drop the idle sets, and the sets that are released from now on."""
+        """Drop the idle sets, and all sets at their release from now on."""
         with self._lock:
             self._closed = True
             self._idle_sets.clear()
 
     def learned_costs(self, is_sampled: bool) -> tuple[InferenceCosts, InferenceCosts] | None:
-        """Return the costs of verifying and of a draft step by an idle set's auto lookahead, if any set is idle."""
+        """Return an idle set's learned costs, of verifying and of a draft step; None if no set is idle."""
         with self._lock:
             for _, decoders in self._idle_sets:
                 lookahead = decoders.lookaheads[is_sampled]

@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the decoders and generates the texts of all requests, round by round."""
+"""The engine thread: it owns the decoders, and generates the texts of all requests, round by round."""
 
 import queue
 import threading
@@ -25,9 +25,9 @@ from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.memory import count_tokens_in_bytes, kv_bytes_per_token, recurrent_row_bytes
 
 T = TypeVar("T")
-MIN_CACHE_TOKENS = 32  # number of tokens whose KV cache must fit into memory
-FREE_MEMORY_SHARE = 0.8  # share of the free memory that KV caches may take
-MAX_CONSTRAINT_SECONDS = 2.0  # of all slow steps of a text's grammar, because the other texts wait for them
+MIN_CACHE_TOKENS = 32  # minimum size of the KV cache, in tokens
+FREE_MEMORY_SHARE = 0.8  # maximum share of the free memory for KV caches
+MAX_CONSTRAINT_SECONDS = 2.0  # for all slow steps of a text's grammar together: they delay the other texts
 WARM_UP_TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
 
@@ -35,9 +35,9 @@ WARM_UP_TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 class Job:
     """The texts of a request, from its submission until all have ended.
 
-    deliver: called in the engine's thread after each round with (index of the row, piece) of rows that grew, or with
-        the error that ended the request.
-    started: whether one of its rows has joined the batch.
+    deliver: called in the engine thread after each round with the new pieces, (row's index in ``rows``, piece), or
+        with an error at the end of a failed request.
+    started: whether any of the rows has joined the batch.
     """
 
     rows: list[Row]
@@ -47,12 +47,12 @@ class Job:
 
 @dataclass(eq=False)
 class BackgroundTask:
-    """Work that the engine's thread does between rounds, so that it delays no text much.
+    """Work for the engine thread in short steps between rounds, with little delay for texts.
 
-    steps: a generator; each step takes a few milliseconds.
-    cache_tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
-    has_begun: whether there has been room for it.
-    future: the generator's return value, or an OvspecError if a step fails or the engine fails; may be cancelled.
+    steps: a generator; each step should take a few milliseconds.
+    cache_tokens: tokens of KV cache needed. The task waits for room, and keeps new rows waiting in the meantime.
+    has_begun: whether it has got its room.
+    future: the generator's return value, or an OvspecError if a step or the engine fails; may be cancelled.
     """
 
     steps: Generator[None, None, Any]
@@ -66,14 +66,15 @@ class BackgroundTask:
 
 
 class EngineThread:
-    """Generates the texts of jobs as one batch that they join and leave between rounds, in a thread of its own.
+    """Continuous batching of all jobs' texts, in a separate thread.
 
     Args:
-        runtime: of the model.
+        runtime: the loaded model.
         max_rows: maximum number of rows in the batch.
-        cache_bytes: memory of all KV caches, of rows, drafts and kept prefixes; a share of the free memory by default.
-        lookup_tokens: tokens of earlier texts that lookup may propose from.
-        prefill_tokens: tokens of prompts that a round reads; by default so few that other texts hardly wait.
+        cache_bytes: memory for all KV caches: of rows, drafts and the prefix cache; None for a share of the free
+            memory.
+        lookup_tokens: number of tokens of earlier texts to keep for lookup's proposals.
+        prefill_tokens: prompt tokens per round; None to choose a number with little delay for other texts.
     """
 
     def __init__(
@@ -85,15 +86,15 @@ class EngineThread:
         prefill_tokens: int | None = None,
     ) -> None:
         self.runtime = runtime
-        # Called in the engine's thread after each round with its pieces and the proposals that it judged.
+        # Called in the engine thread after each round with its pieces and (proposal, number of accepted tokens).
         self.on_round: Callable[[list[tuple[int, Piece]], list[tuple[Proposal, int]]], object] = lambda *_: None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # The scheduler's number of each row that hasn't ended -> its job, and its index there.
+        # The scheduler's number of a waiting or running row -> its job, and its index in the job.
         self._jobs: dict[int, tuple[Job, int]] = {}
         self._tasks: list[BackgroundTask] = []
-        self._fatal_error: OvspecError | None = None  # of all requests, once the engine has failed
+        self._fatal_error: OvspecError | None = None  # for all requests after a failure of the engine
         self._stopping = self._stopped = False
-        self._command_lock = threading.Lock()  # for commands that run after the thread's loop has ended
+        self._command_lock = threading.Lock()  # for commands after the end of the thread's loop
         self._max_rows = max_rows
         self._cache_bytes = cache_bytes
         self._lookup_tokens = lookup_tokens
@@ -110,10 +111,12 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run_loop, name="ovspec engine", daemon=True)
 
     def start(self, warm_up: bool = True) -> None:
-        """Find out how many tokens fit into memory, and start the thread.
+        """Determine how many tokens fit into memory, and start the thread.
 
-        warm_up: for a server. Warm up first, move weights into large pages between rounds, and let kept caches of
-            ended texts take all the memory of the KV caches, unless less was set for them.
+        warm_up: for a server. Warm up first, move weights into large pages between rounds, and let the prefix cache
+            use all the memory of KV caches, unless it has a lower limit.
+
+        Raises OvspecError if the memory is too small for KV caches.
         """
         runtime = self.runtime
         irs = runtime.models.compiled_irs(self._drafter is not None)
@@ -128,7 +131,7 @@ class EngineThread:
                 error_message += ", or raise `cache_size`"
             raise OvspecError(f"{error_message}.")
         if warm_up:
-            runtime.models.free_idle_caches()  # of the warm-up
+            runtime.models.free_idle_caches()  # from the warm-up
             runtime.models.limit_cached_tokens(self.max_cache_tokens)
         batch_limits = BatchLimits(
             self._max_rows,
@@ -142,12 +145,12 @@ class EngineThread:
         self._thread.start()
 
     def _warm_up(self) -> None:
-        """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
+        """Generate some short texts, to compile kernels and measure costs before the first request."""
         row_maker = self.runtime.row_maker
         context_length = self.runtime.models.target.ir.context_length or len(WARM_UP_TEXT)
         prompt_ids = self.runtime.prompt_encoder.encode(WARM_UP_TEXT)[: context_length // 2]
         warm_up_batches: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
-        if self._drafter:  # so that the draft is used, too
+        if self._drafter:  # a fixed lookahead, to make sure the draft runs
             params = row_maker.make_complete_params({"lookahead": 2})
             warm_up_batches.append((1, *self._decoders.select_drafter_and_lookahead(params)))
         warm_up_batches += [(row_count, None, NO_LOOKAHEAD) for row_count in (2, 8) if row_count <= self._max_rows]
@@ -165,15 +168,15 @@ class EngineThread:
     def submit(self, job: Job) -> None:
         """Add a job to the queue; none of its rows may need more than ``max_cache_tokens``."""
         self._commands.put(lambda: self._add_job(job))
-        if self._stopped:  # the thread may not have seen it
+        if self._stopped:  # the thread may have ended without seeing the job
             self._run_last_commands()
 
     def cancel_job(self, job: Job) -> None:
-        """End a job's texts where they are, before the next round, without further calls of its ``deliver``."""
+        """Cancel a job's texts before the next round, without further calls of its ``deliver``."""
         self._commands.put(lambda: self._remove_job(job))
 
     def add_task(self, task: BackgroundTask) -> Future[Any]:
-        """Do a task after earlier ones: one at a time, because each may need a whole prompt's KV cache."""
+        """Queue a task; tasks run one at a time, because each may need a whole prompt's KV cache."""
 
         def queue_or_fail_task() -> None:
             if self._fatal_error:
@@ -185,7 +188,7 @@ class EngineThread:
         return task.future
 
     def fail_all_requests(self, error: OvspecError) -> None:
-        """End all requests with ``error``: running, waiting and future ones."""
+        """End all requests with ``error``, whether running, waiting or future."""
 
         def fail_jobs_and_tasks() -> None:
             self._fatal_error = error
@@ -198,7 +201,7 @@ class EngineThread:
         self._commands.put(fail_jobs_and_tasks)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread; texts that run go no further."""
+        """End the thread; running texts stop without further pieces."""
         self._stopping = True
         self._commands.put(lambda: None)  # wakes the thread
         if threading.current_thread() is not self._thread:
@@ -215,11 +218,11 @@ class EngineThread:
 
     @property
     def waiting_row_count(self) -> int:
-        """Number of rows that wait for the batch."""
+        """Number of rows waiting for the batch."""
         return len(self._scheduler.queue)
 
     def measure_cache_usage(self) -> CacheUsage:
-        """Return the bytes of the KV caches of target and drafts."""
+        """Return the memory use of the KV caches of target and drafts."""
         models = self.runtime.models
         decoders = [self._decoders.target, *(self._decoders.drafts if self._drafter else [])]
         irs = models.compiled_irs(self._drafter is not None)
@@ -243,7 +246,7 @@ class EngineThread:
         used_blocks = target.blocks_used
         return used_blocks, max(0, self.max_cache_tokens // target.block_size - used_blocks)
 
-    # ------------------------------------------------------------ in the engine's thread
+    # ------------------------------------------------------------ in the engine thread
 
     def _run_loop(self) -> None:
         while not self._stopping:
@@ -253,7 +256,7 @@ class EngineThread:
                     self._advance_task(self._tasks[0])
                 if self._jobs:
                     self._run_batch_round()
-            except BaseException as error:  # whatever it is, the thread lives; a panic in Rust is no Exception
+            except BaseException as error:  # the thread must survive any error; a panic in Rust is no Exception
                 row_numbers = self._scheduler.running_row_numbers
                 running_jobs = {self._jobs[row_number][0] for row_number in row_numbers if row_number in self._jobs}
                 self._fail_jobs(running_jobs, as_inference_error(error))
@@ -261,12 +264,12 @@ class EngineThread:
         self._run_last_commands()
 
     def _run_last_commands(self) -> None:
-        """Run the remaining commands when the thread ends, or has ended."""
+        """Run the remaining commands at or after the end of the thread."""
         with self._command_lock:
             self._run_commands(wait_for_first=False)
 
     def _run_commands(self, wait_for_first: bool) -> None:
-        """Run the commands of other threads; ``wait_for_first`` for the first one if there is nothing else to do."""
+        """Run the queued commands of other threads; ``wait_for_first``: wait if there are none."""
         try:
             self._commands.get(block=wait_for_first)()
             while True:
@@ -279,7 +282,7 @@ class EngineThread:
         if not task.has_begun:
             self._scheduler.reserve_for_task(task_tokens)
             if self._scheduler.free_token_count < 0:
-                return  # until texts have ended
+                return  # wait for texts to end
             task.has_begun = True
             self._scheduler.reserve_for_task(task_tokens, has_begun=True)
         try:
@@ -316,7 +319,7 @@ class EngineThread:
             job_pieces.pop(job, None)
             self._fail_jobs({job}, error)
         if not self._jobs:
-            self._scheduler.reset_decoders()  # which frees memory
+            self._scheduler.reset_decoders()  # frees memory
         for job, new_pieces in job_pieces.items():
             job.deliver(new_pieces)
 
@@ -343,7 +346,7 @@ class EngineThread:
 
 
 def run_steps(steps: Generator[None, None, T]) -> T:
-    """Take all steps of a task at once, and return its result."""
+    """Run all steps of a task at once, and return its result."""
     while True:
         try:
             next(steps)
@@ -352,7 +355,7 @@ def run_steps(steps: Generator[None, None, T]) -> T:
 
 
 def as_inference_error(error: BaseException) -> InferenceError:
-    """Return the error that clients get for ``error``, which isn't their mistake."""
+    """Return the error to report to clients for ``error``, an error they didn't cause."""
     error_message = str(error)
     if not isinstance(error, OvspecError):
         error_message = f"The inference failed ({type(error).__name__}: {error})."

@@ -1,4 +1,4 @@
-"""The number of prompt tokens that a round reads while other rows generate: as time allows, or a fixed number."""
+"""The number of prompt tokens in a round while other rows generate: limited by time, or fixed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from ovspec.cache.decoder import FeedRule
 from ovspec.drafting.costs import InferenceCosts
 
-# A round may take this many times as long as a plain round of all rows. The aim is 2; the rest is for inferences that
-# take longer than expected.
+# Maximum time of a round, relative to a plain round of all rows. The aim is 2; the margin is for forward passes slower
+# than expected.
 MAX_SLOWDOWN = 1.8
-MIN_PROMPT_TOKENS = 8  # in a round
-MAX_PROMPT_TOKENS = 256  # in a round; bounds also how long a row waits before it joins
-MIN_JOINING_TOKENS = 2  # prompt tokens in a round in which generating rows read extra tokens
-WIDTH_SLACK_TOKENS = 4  # tokens by which a round may stay narrower than it could be: a change of width takes time, too
-NEWEST_MEASUREMENT_WEIGHT = 0.1  # of the newest measurement in an average
+MIN_PROMPT_TOKENS = 8  # per round
+MAX_PROMPT_TOKENS = 256  # per round; also bounds the delay before a row can join
+MIN_JOINING_TOKENS = 2  # prompt tokens per round while generating rows catch up
+WIDTH_SLACK_TOKENS = 4  # a round keeps the last width if it is below the maximum by less: a change of width takes time
+NEWEST_MEASUREMENT_WEIGHT = 0.1  # in a running average
 
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """A round's numbers of rows, and of tokens that aren't read from prompts."""
+    """A round's numbers of rows, and of tokens other than prompt tokens."""
 
-    generating_rows: int  # rows that get a token
-    prefilling_rows: int = 0  # rows that read a prompt
-    catch_up_tokens: int = 0  # unread tokens of generating rows, except one for each row
+    generating_rows: int  # rows about to get a token
+    prefilling_rows: int = 0  # rows reading a prompt
+    catch_up_tokens: int = 0  # unread tokens of generating rows, less one per row
     proposed_tokens: int = 0
 
     @property
@@ -37,13 +37,15 @@ class RoundLoad:
 
 
 class PrefillBudget:
-    """Learns the costs of rows and tokens, and decides how much of a round's time is for prompts and for proposals.
+    """Learns the costs of rows and tokens, and divides a round's time between prompts and proposals.
 
-    A row costs more than a token of a prompt or a proposal, because it has a context of its own.
+    A row costs more than a prompt token or proposed token, because attention reads its whole context.
 
     Args:
-        teaches_costs: whether ``costs`` learns here, because no lookahead teaches it.
-        fixed_tokens: number of prompt tokens that every round reads; None for as many as it has time for.
+        costs: the known costs of forward passes.
+        feed_rule: the target's rule.
+        teaches_costs: whether ``costs`` learns from the rounds here, for lack of a lookahead to teach it.
+        fixed_tokens: fixed number of prompt tokens per round; None for a number limited by time.
     """
 
     def __init__(
@@ -53,12 +55,12 @@ class PrefillBudget:
         self._feed_rule = feed_rule
         self._teaches_costs = teaches_costs
         self._fixed_tokens = fixed_tokens
-        self._plain_round_ms_by_rows: dict[int, float] = {}  # milliseconds of a plain round by its number of rows
-        self._learned_token_ms: float | None = None  # milliseconds of a further token
-        self._last_round_tokens = 0  # tokens that the last round with prompts had time for
+        self._plain_round_ms_by_rows: dict[int, float] = {}  # milliseconds of a plain round by number of rows
+        self._learned_token_ms: float | None = None  # milliseconds per additional token
+        self._last_round_tokens = 0  # width chosen for the last round with prompts
 
     def max_proposal_ms(self, load: RoundLoad, unread_tokens: int) -> float:
-        """Return how many milliseconds proposals may add to the next round, after ``unread_tokens`` of prompts."""
+        """Return the time in milliseconds left for proposals in the next round, with ``unread_tokens`` of prompts."""
         if self._fixed_tokens or load.row_count < 2:
             return math.inf
         if not self._inference_costs.is_known:
@@ -66,7 +68,7 @@ class PrefillBudget:
         return max(0.0, self._remaining_ms(load) - unread_tokens * self._token_ms)
 
     def choose_prompt_token_count(self, load: RoundLoad, drafting_ms: float = 0.0) -> int:
-        """Return how many tokens of prompts the next round reads, if proposing took ``drafting_ms``."""
+        """Return the number of prompt tokens for the next round, after ``drafting_ms`` spent on proposals."""
         if self._fixed_tokens or not load.generating_rows:
             return self._fixed_tokens or MAX_PROMPT_TOKENS
         min_tokens = max(MIN_PROMPT_TOKENS - load.catch_up_tokens, MIN_JOINING_TOKENS)
@@ -80,7 +82,7 @@ class PrefillBudget:
         return self._feed_rule.choose_token_count_to_add(load.non_prompt_tokens, prompt_tokens)
 
     def learn_costs(self, load: RoundLoad, prompt_tokens: int, elapsed_ms: float) -> None:
-        """Learn from an inference that took ``elapsed_ms`` and also read ``prompt_tokens`` tokens of prompts."""
+        """Learn from a forward pass of ``elapsed_ms`` with ``prompt_tokens`` tokens of prompts."""
         if not load.generating_rows:
             return
         if prompt_tokens + load.catch_up_tokens >= MIN_PROMPT_TOKENS and self._inference_costs.is_known:
@@ -92,7 +94,7 @@ class PrefillBudget:
                 self._learned_token_ms += NEWEST_MEASUREMENT_WEIGHT * (token_ms - self._learned_token_ms)
         elif load.non_prompt_tokens == load.generating_rows and not prompt_tokens:
             average_ms = self._plain_round_ms_by_rows.setdefault(load.generating_rows, elapsed_ms)
-            # An inference may take longer for many reasons, but hardly ever less time than it needs.
+            # Many things delay a forward pass, but nothing speeds it up: so a shorter time is the better measurement.
             measurement_weight = 0.5 if elapsed_ms < average_ms else NEWEST_MEASUREMENT_WEIGHT
             self._plain_round_ms_by_rows[load.generating_rows] += measurement_weight * (elapsed_ms - average_ms)
             if self._teaches_costs:
@@ -108,7 +110,7 @@ class PrefillBudget:
         return MAX_SLOWDOWN * self._plain_round_ms(load.row_count) - busy_ms
 
     def _plain_round_ms(self, row_count: int) -> float:
-        """Return the milliseconds of a round in which ``row_count`` rows generate a token each."""
+        """Return the time in milliseconds of a round without proposals or prompts, for ``row_count`` rows."""
         if not row_count:
             return 0.0
         expected_ms = self._inference_costs(row_count)

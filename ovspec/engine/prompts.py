@@ -1,4 +1,4 @@
-"""Prompts: texts, token ids, chats and infills, and how a model's tokenizer and chat template encode them."""
+"""Prompts (texts, token ids, chats and infills), and their encoding by a model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from ovspec.text.infill import InfillPrompt, drop_first_chunks, encode_infill
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import read_special_tokens
 
-# A text, token ids, chat messages for the model's chat template, or the text around an infill.
+# A text, token ids, chat messages, or the text around a place to fill in.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message | InfillPrompt
 Prompts = list[str] | list[list[int]] | list[np.ndarray] | list[list[Message]]
-TemplateVariables = Mapping[str, Any]  # of the chat template
+TemplateVariables = Mapping[str, Any]  # variables for the chat template
 MAX_TAG_TOKENS = 32
 
 
 class EncodedPrompt(NamedTuple):
-    """The tokens of a prompt, (n,) int64.
+    """The tokens of a prompt.
 
-    is_chat: whether the text after it is the answer in a chat.
-    first_healable: position of the first token that healing may take back.
-    end_ids: ids that end the text after it, besides the model's EOS.
+    ids: (n,) int64.
+    is_chat: whether the generated text is an answer in a chat.
+    first_healable: position of the first token open to healing.
+    end_ids: ids to end the generated text, besides the model's EOS.
     """
 
     ids: np.ndarray
@@ -45,12 +46,12 @@ class EncodedPrompt(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes prompts for the model in ``folder``. Threads may share it.
+    """Encodes prompts for the model in ``folder``. Thread-safe.
 
     Args:
-        config: the model's.
-        tool_format: the name of the format in which the model writes tool calls; by default its chat template's.
-        custom_template: the source of a chat template to use in place of the model's.
+        config: the model's config.
+        tool_format: name of the model's format for tool calls; None for the format of its chat template.
+        custom_template: source of a chat template to use in place of the model's.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PromptEncoder:
 
     @functools.cached_property
     def special_tokens_by_role(self) -> dict[str, str]:
-        """The special tokens that have a role, by role."""
+        """The special tokens by role, such as "bos_token"."""
         return read_special_tokens(require_model_path(self.folder))
 
     def encode(
@@ -83,9 +84,12 @@ class PromptEncoder:
         tools: Sequence[Any] = (),
         reasoning_effort: str | None = None,
     ) -> np.ndarray:
-        """Return the token ids, (n,) int64. A prompt ``at_start`` of a text gets the model's BOS if it has one.
+        """Return the token ids, (n,) int64.
 
-        The last three arguments are for chats; see ``ChatFormat.render_prompt``.
+        at_start: the prompt starts a text, so it gets the model's BOS, if there is one.
+        template_variables, tools, reasoning_effort: for chats; see ``ChatFormat.render_prompt``.
+
+        Raises PromptError for a prompt of another type or with unknown token ids.
         """
         if is_chat(prompt):
             messages: Any = [prompt] if isinstance(prompt, dict) else prompt
@@ -112,10 +116,10 @@ class PromptEncoder:
         return prompt_ids
 
     def encode_prompt(self, prompt: Prompt, params: Params, max_tokens: float = np.inf) -> EncodedPrompt:
-        """Encode the prompt of a call; for infilling, as many chunks as fit into ``max_tokens``.
+        """Encode the prompt of a call; an infill gets as many of its chunks as fit into ``max_tokens``.
 
-        Raises OvspecError if ``params`` have options of chats for another prompt, and PromptError if the prompt can't
-        be encoded, as for infilling without FIM tokens.
+        Raises OvspecError if ``params`` has options for chats without a chat, and PromptError if the prompt can't be
+        encoded, for example an infill without FIM tokens in the vocabulary.
         """
         prompt_is_chat = is_chat(prompt)
         if not prompt_is_chat:
@@ -123,7 +127,7 @@ class PromptEncoder:
         if isinstance(prompt, InfillPrompt):
             tokenizer = self.tokenizer
             fim_tokens = tokenizer.fim_tokens
-            if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
+            if max_tokens < np.inf:  # don't spend time on encoding chunks without a chance to fit
                 prompt = drop_first_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
             prompt_ids, first_healable = encode_infill(
                 prompt, fim_tokens, tokenizer.encode_plain_text, tokenizer.prefix_ids, max_tokens
@@ -139,14 +143,14 @@ class PromptEncoder:
 
     @functools.cached_property
     def template_answer_end_ids(self) -> list[int]:
-        """The id that a chat template in place of the model's writes after an answer, if it is one token."""
+        """The id of the added token at the end of answers in a custom chat template, in a list; [] if there is none."""
         answer_end = find_answer_end(self.chat_format.template)
         added_tokens = self.tokenizer.added_tokens
         end_tokens = [added_token for added_token in added_tokens if answer_end.startswith(added_token)]
         return [added_tokens[max(end_tokens, key=len)]] if end_tokens else []
 
     def answer_format(self, prompt_ids: np.ndarray, params: Params) -> AnswerFormat | None:
-        """Return the format of the answer to a chat with the tokens ``prompt_ids`` (n,); None if it is only text."""
+        """Return the format of the answer to a chat with tokens ``prompt_ids`` (n,); None for text without parts."""
         chat_format = self.chat_format
         thinking = chat_format.thinking_format
         if not (thinking or params.tools):
@@ -164,7 +168,7 @@ class PromptEncoder:
 
 
 def refuse_template_variables(template_variables: TemplateVariables | None) -> None:
-    """Raise OvspecError if there are variables of a chat template, because the prompt isn't a chat."""
+    """Raise OvspecError if there are ``template_variables``; for prompts other than chats."""
     if template_variables:
         raise OvspecError(
             "`chat_template_kwargs` needs chat messages, but the prompt is text or token ids; leave it out."
@@ -172,7 +176,7 @@ def refuse_template_variables(template_variables: TemplateVariables | None) -> N
 
 
 def refuse_chat_options(params: Params) -> None:
-    """Raise OvspecError if ``params`` have an option for chats, because the prompt isn't a chat."""
+    """Raise OvspecError if ``params`` has an option for chats; for prompts other than chats."""
     for option_name in CHAT_OPTIONS:
         if getattr(params, option_name) != getattr(DEFAULT_PARAMS, option_name):
             raise OvspecError(
@@ -181,7 +185,7 @@ def refuse_chat_options(params: Params) -> None:
 
 
 def is_chat(prompt: object) -> bool:
-    """Return whether ``prompt`` is messages for the chat template."""
+    """Return whether ``prompt`` consists of chat messages."""
     return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
 
 

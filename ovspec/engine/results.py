@@ -87,9 +87,12 @@ class Stats(ProposalStats):
     ``target_ms`` and ``draft_ms`` are spent in inference; ``other_ms`` is everything else, including the caller's work
     between pieces of a stream. In a batch, these are the times of the whole batch while the row was in it.
     ``cached_tokens`` counts prompt tokens found in the KV cache. ``thinking_tokens`` counts generated tokens of
-    thinking, in chats. ``reached`` counts proposed tokens compared with the target's choice. ``forced`` counts tokens
-    without a choice, because constraints left no other token. ``drafters`` has the proposed and accepted tokens of each
-    drafter by its name. ``seed`` is None if the text is greedy.
+    thinking, in chats. ``reached`` counts proposed tokens up to the first rejected token of each proposal; later tokens
+    aren't compared with the target's choice. ``accepted_by_position`` counts accepted tokens by their position in the
+    proposal. ``forced`` counts tokens without a choice, because constraints left no other token. ``drafters`` has the
+    proposed and accepted tokens of each drafter by its name. ``seed`` is None if the text is greedy. ``rollback`` is
+    the method of removing rejected tokens from the KV cache, and ``rule`` the way of feeding tokens for exact
+    arithmetic.
     """
 
     prompt_tokens: int = 0
@@ -114,7 +117,7 @@ class Stats(ProposalStats):
 
     @property
     def tokens_per_round(self) -> float:
-        """Generated tokens per round, with an inference of the target each."""
+        """Generated tokens per round; a round has a single forward pass of the target."""
         return self.generated_tokens / max(self.rounds, 1)
 
 

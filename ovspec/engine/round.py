@@ -1,6 +1,6 @@
-"""The round: drafters propose tokens, and the target alone decides which to commit, in one inference.
+"""The round: drafters propose tokens, and the target alone decides in a forward pass how many to commit.
 
-Plain decoding is a round in which nothing is proposed.
+In plain decoding, rounds have no proposals.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
 class RowFeed(NamedTuple):
-    """The tokens that a row feeds the target in a round."""
+    """A row's input of the target in a round."""
 
-    tokens: np.ndarray  # (n,): tokens that the target has not read, then the proposal
+    tokens: np.ndarray  # (n,): tokens the target hasn't read, then the proposal
     unseen_count: int  # number of tokens before the proposal
     proposal: Proposal = NO_PROPOSAL
-    logits_count: int = 0  # number of last tokens after which logits are computed
+    logits_count: int = 0  # number of tokens with logits, at the end
 
 
 class RowOutcome(NamedTuple):
-    """The result of a round for a row; before the inference, of its forced tokens alone."""
+    """The result of a round for a row; before the forward pass, it has only the forced tokens."""
 
-    tokens: np.ndarray = NO_TOKENS  # (n,), all committed: forced, accepted, the target's own
-    forced_count: int = 0  # number of forced tokens; they come first
-    ended: bool = False  # whether the text has ended with forced tokens or an error, so that the model isn't run for it
+    tokens: np.ndarray = NO_TOKENS  # (n,), all committed tokens: forced, then accepted, then the target's own
+    forced_count: int = 0
+    ended: bool = False  # whether forced tokens or an error have ended the text before the forward pass
     proposal: Proposal = NO_PROPOSAL
-    accepted_count: int = 0  # number of accepted tokens
-    read_count: int = 0  # number of tokens that the target read, without the proposal
-    # (n, vocab), for each committed token that wasn't forced, or all computed ones if the sampler chose none; valid
-    # until the next round.
+    accepted_count: int = 0
+    read_count: int = 0  # number of tokens read by the target, without the proposal
+    # (n, vocab), for the committed tokens except forced tokens, or all computed logits if the sampler chose no token;
+    # valid until the next round.
     logits: np.ndarray = NO_LOGITS
-    error: Exception | None = None  # why the text can't go on, if its constraints failed
+    error: Exception | None = None  # the cause of a failed text
 
 
 NOTHING_FORCED = RowOutcome()
@@ -57,17 +57,17 @@ def run_round(
     rows: list[RowToDraft],
     prefill_budget: PrefillBudget | None = None,
 ) -> tuple[list[RowOutcome], RoundOutcome | None]:
-    """Commit at least one token to every row, and leave no trace of rejected tokens.
+    """Commit at least one token to every row, and roll back the rejected tokens.
 
-    A row that is still reading its prompt gets none, except forced tokens. Returns each row's outcome, and the round's
-    outcome, from which the lookahead learns, or None without a drafter. If a row's constraints fail, only that row has
-    an ``error``, and forced tokens may remain in its sequence; any other exception may leave tokens in all sequences.
+    In the middle of its prompt, a row only gets forced tokens. Returns each row's outcome, and the round's outcome for
+    the lookahead to learn from (None without a drafter). If a row's constraints fail, only this row has an ``error``,
+    and forced tokens may remain in its sequence. Any other exception may leave tokens in all sequences.
 
     Args:
-        target: its row i follows ``rows[i]``, of which it may have read only a part.
+        target: row i has the KV cache of ``rows[i]``, or of a part of it.
         drafter: None for plain decoding.
-        lookahead: decides how many tokens to propose. If it is fixed at 0, constraints don't force tokens, either.
-        prefill_budget: decides how much of the prompts is read, if rows that generate must not wait long.
+        lookahead: the number of tokens to propose. If it is fixed at 0, there are no forced tokens, either.
+        prefill_budget: limits the prompt tokens in the round, to keep generating rows from waiting.
     """
     rows = rows[:]
     outcomes = [NOTHING_FORCED] * len(rows)
@@ -120,7 +120,7 @@ def run_round(
 
 
 def run_row_step(step_function: Callable[..., RowOutcome], row: RowToDraft, *step_arguments: Any) -> RowOutcome:
-    """Run a step of a row; if its constraints or a user's function fail, the row has ended, and the others go on."""
+    """Run a step for a row. If its constraints or a user's function fail, only this row ends, with an ``error``."""
     with row.sampler.stopwatch:
         try:
             return step_function(row, *step_arguments)
@@ -131,7 +131,7 @@ def run_row_step(step_function: Callable[..., RowOutcome], row: RowToDraft, *ste
 
 
 def commit_forced_tokens(row: RowToDraft) -> RowOutcome:
-    """Commit the row's forced tokens. They need not be verified, because the target could choose nothing else."""
+    """Commit the row's forced tokens: they need no verification, because the target has no other choice."""
     constraints = row.sampler.constraints
     forced_ids = constraints.forced_tokens(row.sequence.tokens)[: row.budget]
     if not forced_ids:
@@ -143,7 +143,7 @@ def commit_forced_tokens(row: RowToDraft) -> RowOutcome:
 
 
 def row_after_forced_tokens(row: RowToDraft, outcome: RowOutcome) -> RowToDraft:
-    """Return ``row`` with the budget that its forced tokens leave."""
+    """Return ``row`` with its budget after the forced tokens."""
     return row._replace(
         budget=row.budget - outcome.forced_count, drafters_may_propose=row.drafters_may_propose and not outcome.ended
     )
@@ -152,7 +152,7 @@ def row_after_forced_tokens(row: RowToDraft, outcome: RowOutcome) -> RowToDraft:
 def begin_lookahead(
     lookahead: Lookahead, rows: list[RowToDraft], target: Decoder, prefill_budget: PrefillBudget | None
 ) -> None:
-    """Begin a round of the lookahead, with the time that unread prompts leave."""
+    """Begin a round of the lookahead, with the time left by unread prompts."""
     if not prefill_budget:
         lookahead.begin_round()
         return
@@ -167,7 +167,7 @@ def begin_lookahead(
 def collect_proposals(
     rows: list[RowToDraft], outcomes: list[RowOutcome], drafter: Drafter | None, lookahead: Lookahead
 ) -> list[Proposal]:
-    """Collect proposals from the drafter. A row without one tries the tokens that healing took back from its prompt."""
+    """Collect proposals from the drafter; a row without a proposal gets its prompt's tokens removed by healing."""
     proposals = [NO_PROPOSAL] * len(rows)
     if drafter and any(row.draft_budget() for row in rows):
         proposals = list(drafter.propose(rows, lookahead))
@@ -181,7 +181,7 @@ def collect_proposals(
 
 
 def find_unseen_tokens(rows: list[RowToDraft], outcomes: list[RowOutcome], target: Decoder) -> list[np.ndarray]:
-    """Roll the target back to each row's text; return the row's tokens that it has not read, none of ended rows."""
+    """Roll the target back to each row's text; return the row's unread tokens (n,), no tokens for ended rows."""
     target.reuse_prefixes([row.sequence for row in rows])
     return [
         NO_TOKENS if outcome.ended else catch_up(target, index, row.sequence)
@@ -190,7 +190,7 @@ def find_unseen_tokens(rows: list[RowToDraft], outcomes: list[RowOutcome], targe
 
 
 def measure_round_load(unseen_by_row: list[np.ndarray], proposals: list[Proposal]) -> RoundLoad:
-    """Return the round's numbers of rows, and of tokens that aren't read from prompts."""
+    """Return the round's numbers of rows, and of tokens other than prompt tokens."""
     generating_counts = [
         (len(unseen_tokens) - 1, len(proposal.tokens))
         for unseen_tokens, proposal in zip(unseen_by_row, proposals, strict=True)
@@ -207,7 +207,7 @@ def measure_round_load(unseen_by_row: list[np.ndarray], proposals: list[Proposal
 def make_row_feeds(
     rows: list[RowToDraft], unseen_by_row: list[np.ndarray], chunks: list[np.ndarray], proposals: list[Proposal]
 ) -> list[RowFeed]:
-    """Return each row's feed: its chunk of unseen tokens and, if these are all, the proposal."""
+    """Return each row's feed: its chunk of unseen tokens, and the proposal if the chunk has all of them."""
     feeds = []
     for row, unseen_tokens, chunk, proposal in zip(rows, unseen_by_row, chunks, proposals, strict=True):
         unseen_count = len(chunk)
@@ -224,10 +224,10 @@ def make_row_feeds(
 def commit_chosen_tokens(
     row: RowToDraft, forced_outcome: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, decoder_row: int
 ) -> RowOutcome:
-    """Commit the accepted part of the proposal and one token of the target's own, after the row's forced tokens.
+    """Commit the accepted part of the proposal and a token of the target's own, after the row's forced tokens.
 
-    The target's own token replaces the first rejected one or, if the whole proposal was accepted, is the bonus token.
-    There is none if an accepted token ends the text.
+    The target's own token replaces the first rejected token, or follows a fully accepted proposal (bonus token). There
+    is no such token if an accepted token ends the text.
     """
     proposal = feed.proposal
     proposed_count = len(proposal.tokens)
@@ -256,7 +256,7 @@ def summarize_round(
     drafting_s: float,
     verifying_s: float,
 ) -> RoundOutcome:
-    # The last forced tokens, with which a text ends, are never computed.
+    # Forced tokens at the end of a text are never computed.
     forced_count = sum([outcome.forced_count for outcome in outcomes if not outcome.ended])
     has_prefilled = (
         any(proposal.from_healing for proposal in proposals)

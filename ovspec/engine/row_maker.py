@@ -73,7 +73,7 @@ class RowMaker:
         return replace(params, **model_defaults)
 
     def with_long_texts(self, params: Params) -> Params:
-        """Return ``params`` of requests, whose texts may go on to the end of the context unless they say otherwise."""
+        """Return the ``params`` of a request; without ``max_tokens``, generation config or context limit the text."""
         if params.max_tokens is not None:
             return params
         return replace(params, max_tokens=self.prompt_encoder.generation_config.settings.max_new_tokens or -1)

@@ -1,4 +1,4 @@
-"""The runtime of a loaded model: its prompt encoder, compiled models, pool of decoders and maker of rows."""
+"""The runtime of a loaded model: its prompt encoder, compiled models, pool of decoders and row maker."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from ovspec.setup.identity import make_fingerprint, read_arithmetic_properties
 
 
 class Runtime:
-    """The ``prompt_encoder``, ``models``, ``decoder_pool`` and ``row_maker`` of a loaded model. Threads may share it.
+    """The ``prompt_encoder``, ``models``, ``decoder_pool`` and ``row_maker`` of a loaded model. Thread-safe.
 
     Args:
         folder: the exported folder of the target.
+        target, draft: the compiled models.
         draft_choice: the drafters.
         lookahead: tokens proposed per round; None to choose automatically.
-        corpus: texts that lookup may propose from.
+        corpus: texts for lookup's proposals.
         cache_bytes: see ``ModelPair``.
         tool_format, custom_template: see ``PromptEncoder``.
     """
@@ -60,7 +61,7 @@ class Runtime:
         self._free_at_exit()
 
     def with_drafters(self, draft_choice: DraftChoice | None) -> Runtime:
-        """Return a runtime of the same compiled models with other drafters; a draft model must be the loaded one."""
+        """Return a runtime of the same compiled models with other drafters; only the loaded draft model is possible."""
         copied_runtime = copy.copy(self)
         copied_runtime.models = self.models.with_drafters(draft_choice)
         copied_runtime.decoder_pool = DecoderPool(copied_runtime.models)
@@ -75,9 +76,9 @@ class Runtime:
             free_models_at_exit(self)
 
     def close(self) -> None:
-        """Free the compiled models, for all that share them; inferences raise InferenceError from now on."""
+        """Free the compiled models for all their users; later forward passes raise InferenceError."""
         with contextlib.suppress(OvspecError, OSError):
-            _ = self.identity  # which records of texts need later
+            _ = self.identity  # records of texts need it later
         self.free()
 
     def free(self) -> None:
@@ -103,7 +104,7 @@ class Runtime:
         return f"{settings_text}, draft={str(self.models.draft_choice or 'none')!r}"
 
     def preload_files(self) -> None:
-        """Read the small files that are otherwise read on first use, so that they may be deleted."""
+        """Read all small files now instead of at their first use, so the folder may be deleted."""
         for owner, attribute in (
             (self.prompt_encoder, "chat_format"),
             (self.prompt_encoder, "special_tokens_by_role"),

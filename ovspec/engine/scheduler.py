@@ -21,18 +21,18 @@ from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import FinishReason, Piece, Stats
 from ovspec.engine.round import RowOutcome, run_round
 
-MAX_SECONDS_WITHOUT_ROOM = 30.0  # that a row waits for memory that younger rows hold
-SLOW_STEP_SECONDS = 0.05  # seconds that a row's constraints take for a token, from which they count as slow
+MAX_SECONDS_WITHOUT_ROOM = 30.0  # a row waits for memory; after this time, younger rows are set back for it
+SLOW_STEP_SECONDS = 0.05  # a row's constraints count as slow above this time per token
 
 
 class Schedulable(Protocol):
-    """A text that rounds generate: a ``Row``, or a text whose tokens are chosen by other software."""
+    """A text to generate in rounds: a ``Row``, or a text with tokens chosen by other software."""
 
     sequence: Sequence
     stats: Stats
     finish_reason: FinishReason | None
-    max_length: int  # tokens that the text may grow to
-    waits_for_memory: bool  # that other texts hold
+    max_length: int  # maximum length of the text in tokens
+    waits_for_memory: bool  # whether other texts hold the memory needed for it
 
     def make_row_to_draft(self) -> RowToDraft: ...
 
@@ -48,43 +48,43 @@ class BatchLimits:
     """Limits of a batch, and fairness between its rows."""
 
     max_rows: int = 1
-    max_tokens: float = math.inf  # of the KV caches of all rows together
-    rows_grow: bool = False  # whether a row reserves what it has, instead of its maximum length; see ``CacheBudget``
-    prefill_budget: PrefillBudget | None = None  # of a round, if rows must not wait long
-    isolated_errors: tuple[type[Exception], ...] = ()  # errors of a row's constraints that end only that row
-    # Seconds of a row's steps slower than ``SLOW_STEP_SECONDS`` after which its constraints fail.
+    max_tokens: float = math.inf  # in the KV caches of all rows together
+    rows_grow: bool = False  # whether rows reserve memory as they grow, not for their maximum length: ``CacheBudget``
+    prefill_budget: PrefillBudget | None = None  # limits prompt tokens per round; None if rows may wait for prompts
+    isolated_errors: tuple[type[Exception], ...] = ()  # errors of a row's constraints ending only this row
+    # Maximum seconds of a row in steps slower than ``SLOW_STEP_SECONDS``; above, its constraints fail.
     max_constraint_seconds: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
 class RunningRow:
-    """A row that has joined the batch, and its number among all rows."""
+    """A row in the batch, and its number among all rows."""
 
     number: int
     row: Schedulable
     decoder_row: int  # the decoders' row with its tokens; EMPTY_ROW if it has none yet
-    # Seconds on the wall clock, of target inference and of drafting, when the row joined.
+    # At the row's joining, in seconds: wall clock, time in the target's forward passes, time in the drafter's.
     clocks_at_join: tuple[float, float, float]
-    slow_seconds: float = 0.0  # of slow steps of its constraints
-    set_back_at: float | None = None  # when it was set back, until its text has been read again
+    slow_seconds: float = 0.0  # seconds in slow steps of its constraints
+    set_back_at: float | None = None  # when it was set back; None again once its text has been read again
 
     @property
     def is_reading(self) -> bool:
-        """Whether its prompt, or its text after it was set back, is being read."""
+        """Whether its prompt is being read, or, after it was set back, its text."""
         return self.set_back_at is not None or not self.row.stats.rounds
 
 
 class WaitingQueue:
-    """Rows that have not joined the batch yet, or were set back, numbered in the order in which they came."""
+    """Rows waiting to join the batch, new or set back, numbered by arrival."""
 
     def __init__(self, rows: Iterable[Schedulable], max_rows: int, budget: CacheBudget) -> None:
         self._incoming_rows = iter(rows)
         self._max_rows = max_rows
         self._budget = budget
         self._row_numbers = itertools.count()
-        self._waiting_rows: dict[int, Schedulable] = {}  # the oldest first
-        self.row_without_room: tuple[int, Schedulable] | None = None  # the first row that waits for memory
-        self._short_since = 0.0  # when that row began to wait for memory
+        self._waiting_rows: dict[int, Schedulable] = {}  # by number, oldest first
+        self.row_without_room: tuple[int, Schedulable] | None = None  # the oldest row waiting for memory
+        self._short_since = 0.0  # time since which this row has waited
 
     def __len__(self) -> int:
         return len(self._waiting_rows)
@@ -96,7 +96,7 @@ class WaitingQueue:
         return number
 
     def return_row(self, number: int, row: Schedulable) -> None:
-        """Add a row that was set back, before younger ones."""
+        """Insert a row just set back, before younger rows."""
         self._waiting_rows = dict(sorted([*self._waiting_rows.items(), (number, row)], key=lambda item: item[0]))
 
     def remove_row(self, number: int) -> Schedulable | None:
@@ -108,9 +108,9 @@ class WaitingQueue:
         return time.perf_counter() - self._short_since if self.row_without_room else 0.0
 
     def admit_rows(self, batch: list[RunningRow]) -> list[tuple[int, Schedulable]]:
-        """Remove the rows for which ``batch`` has room, at least one if it is empty; return them as (number, row).
+        """Remove the rows with room in ``batch``, at least one for an empty batch; return them as (number, row).
 
-        A row waits while another prompt with the same prefix is being read, because it can continue from there.
+        A row waits while another prompt with a common prefix is being read, to use its KV cache.
         """
         budget = self._budget
         is_limited = budget.is_limited
@@ -122,7 +122,7 @@ class WaitingQueue:
             self.add_row(row)
         row_without_room = None
         for number, row in self._waiting_rows.items():
-            row.waits_for_memory = row_without_room is not None  # also if only a row before it doesn't fit
+            row.waits_for_memory = row_without_room is not None  # rows behind a row without room wait for it
             if row_without_room or len(batch) + len(admitted_rows) == self._max_rows:
                 continue
             token_count = budget.count_tokens_to_join(row, batch) if is_limited else 0
@@ -144,12 +144,14 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Runs rounds over a batch that rows join as others leave it.
+    """Runs rounds with continuous batching: rows join as others leave.
 
     Args:
-        target, drafter: either without rows, or with one row, which the first of ``rows`` continues.
-        rows: consumed as the batch has room for more.
-        learn_from_round: called with each outcome of a round with a drafter; ``lookahead.learn_round`` by default.
+        target, drafter: without rows, or with a single row, the KV cache for the first of ``rows``.
+        lookahead: the number of tokens to propose.
+        rows: consumed when the batch has room.
+        limits: of the batch.
+        learn_from_round: called with the outcome of each round with a drafter; ``lookahead.learn_round`` by default.
     """
 
     def __init__(
@@ -170,13 +172,13 @@ class Scheduler:
         self.queue = WaitingQueue(rows, limits.max_rows, self._budget)
         self._limits = limits
         self.last_outcome: RoundOutcome | None = None
-        self.set_back_count = 0  # rows that were set back so far
+        self.set_back_count = 0  # how often a row was set back so far
         self._running_rows: list[RunningRow] = []
         self._set_back_rows: dict[int, RunningRow] = {}  # by number, in the queue
         self._initial_decoder_rows = list(range(len(target.rows)))  # the decoders' rows for the first of ``rows``
 
     def run_next_round(self) -> list[tuple[int, Piece]] | None:
-        """Run one round; return (number, piece) for each row, or None if no row is left."""
+        """Run a round; return (number, piece) for each row, or None if no row is left."""
         if len(self._running_rows) < self._limits.max_rows:
             self._admit_rows()
         if not self._running_rows:
@@ -216,7 +218,7 @@ class Scheduler:
     def _admit_rows(self) -> None:
         """Let rows join the batch."""
         if self._budget.is_limited and self._running_rows and not self._initial_decoder_rows:
-            self._reorder_decoders()  # so that rows that have ended hold no memory
+            self._reorder_decoders()  # ended rows free their memory
         if self.queue.seconds_without_room > MAX_SECONDS_WITHOUT_ROOM and self._budget.rows_grow:
             self._free_memory_of_younger_rows()
         for number, row in self.queue.admit_rows(self._running_rows):
@@ -227,7 +229,7 @@ class Scheduler:
             self._running_rows.append(running_row)
 
     def _free_memory_of_younger_rows(self) -> None:
-        """Set back rows that are younger than the row that waits for their memory, if that is enough."""
+        """Set back rows younger than the waiting row, if this frees enough memory for it."""
         assert self.queue.row_without_room
         number, row = self.queue.row_without_room
         budget = self._budget
@@ -243,7 +245,7 @@ class Scheduler:
             self._set_back_row(budget.choose_row_to_set_back(younger_rows))
 
     def _make_room_for_round(self) -> float:
-        """Set back rows until each row has room for a round; return the number of tokens that a row may get in it."""
+        """Set back rows until all others have room for a round; return the maximum new tokens per row in the round."""
         budget = self._budget
         free_tokens = budget.count_free_tokens(self._running_rows)
         if free_tokens < 0 and budget.rows_grow and len(self._running_rows) > 1:
@@ -252,7 +254,7 @@ class Scheduler:
                 self._set_back_row(budget.choose_row_to_set_back(self.running_row_numbers))
             free_tokens = budget.count_free_tokens(self._running_rows)
         budget.reserved_tokens = budget.max_tokens - free_tokens
-        # A row that is alone, or that has reserved its maximum length, has room for all of it.
+        # A single row, or rows with their maximum length reserved, need no limit.
         if not budget.rows_grow or len(self._running_rows) == 1:
             return math.inf
         return budget.divide_free_tokens(self._running_rows, free_tokens)
@@ -260,7 +262,7 @@ class Scheduler:
     def _limit_rows_to_draft(self, rows_to_draft: list[RowToDraft], max_new_tokens: float) -> list[RowToDraft]:
         """Return the rows with budgets of at most ``max_new_tokens``.
 
-        For rows that are read again nothing is proposed, because it could not be verified before they have been read.
+        Rows set back and being read again get no proposals, because these couldn't be verified yet.
         """
         limited_rows = rows_to_draft[:]
         for index, (running_row, row_to_draft) in enumerate(zip(self._running_rows, rows_to_draft, strict=True)):
@@ -272,7 +274,7 @@ class Scheduler:
         return limited_rows
 
     def _set_back_row(self, number: int) -> None:
-        """Free the blocks of a running row, and let it wait until there is room for its text again."""
+        """Free the blocks of a running row, and put it back into the queue until there is room for its text."""
         row_numbers = self.running_row_numbers
         running_row = self._running_rows.pop(row_numbers.index(number))
         self._reorder_decoders()
@@ -286,7 +288,7 @@ class Scheduler:
     def _make_piece(
         self, running_row: RunningRow, row_to_draft: RowToDraft, outcome: RowOutcome, length_before: int
     ) -> Piece:
-        """Return a row's piece of text from its round; the last one if its constraints fail or take too long."""
+        """Return a row's piece from its round; if its constraints fail or take too long, this ends the text."""
         error = outcome.error
         constraint_seconds = row_to_draft.sampler.stopwatch.restart()
         if constraint_seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
@@ -308,7 +310,7 @@ class Scheduler:
         return running_row.row.fail(error)
 
     def _reorder_decoders(self) -> None:
-        """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
+        """Drop the decoders' rows of ended texts, and add empty rows for rows that have joined."""
         decoder_rows = [running_row.decoder_row for running_row in self._running_rows]
         old_row_count = len(self._target.rows)
         if decoder_rows == list(range(old_row_count)):
@@ -322,23 +324,23 @@ class Scheduler:
             running_row.decoder_row = index
 
     def reset_decoders(self) -> None:
-        """Empty the decoders of a batch without rows, which frees memory."""
+        """Empty the decoders of an empty batch, to free memory."""
         for follower in self._row_followers:
             follower.reset(0)
         self._initial_decoder_rows = []
 
     @property
     def free_token_count(self) -> float:
-        """The number of tokens that fit into memory besides what the batch reserves."""
+        """Number of tokens in the memory left over by the batch's reservations."""
         return self._budget.count_free_tokens(self._running_rows)
 
     @property
     def reserved_token_count(self) -> float:
-        """The number of tokens that the batch reserves."""
+        """Number of tokens reserved by the batch."""
         return self._budget.reserved_tokens if self._running_rows else 0.0
 
     def reserve_for_task(self, token_count: int, has_begun: bool = False) -> None:
-        """Keep room for a background task that waits, or ``has_begun``, until a call with 0."""
+        """Reserve room for a background task, waiting or begun (``has_begun``), until a call with 0 tokens."""
         self._budget.task_tokens = token_count
         self._budget.task_has_begun = has_begun
 
@@ -347,7 +349,7 @@ class Scheduler:
         return [running_row.number for running_row in self._running_rows]
 
     def remove_rows(self, row_numbers: Collection[int]) -> None:
-        """Remove waiting or running rows; their texts end where they are."""
+        """Cancel and remove waiting or running rows."""
         for row_number in row_numbers:
             if row := self.queue.remove_row(row_number):
                 row.cancel()
@@ -388,10 +390,10 @@ class Scheduler:
 
 
 def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
-    """Run rounds until every row is finished; yield each round's list of (number of the row, piece).
+    """Run rounds until every row is finished; yield each round's list of (row number, piece).
 
-    On Ctrl-C, finish the round, or the inference if the round reads a prompt, yield its pieces, then a last piece
-    "cancelled" for each row, and raise KeyboardInterrupt.
+    On Ctrl-C, finish the round (or only its current forward pass while reading a prompt), yield its pieces, then a last
+    piece "cancelled" for each row, and raise KeyboardInterrupt.
     """
     interrupts = DelayedInterrupts()
     try:
@@ -399,7 +401,7 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
             interrupts.delaying = True
             try:
                 pieces = scheduler.run_next_round()
-            except KeyboardInterrupt:  # also one that another stream holds back, or that a user's function raises
+            except KeyboardInterrupt:  # also held back by another stream, or raised by a user's function
                 pieces = []
                 interrupts.ctrl_c_pressed = True
             interrupts.delaying = False

@@ -17,7 +17,7 @@ from ovspec.sampling.logprobs import log_softmax
 
 DEFAULT_PERPLEXITY_CONTEXT = 1024
 LOGITS_CHUNK_TOKENS = 128  # positions with logits in memory at a time
-# Maximum texts and logits per inference: a stateful cache is copied per text; logits are as wide as the vocabulary.
+# Maximum texts and logits per forward pass: a stateful cache is copied per text; logits are as wide as the vocabulary.
 MAX_TEXTS_PER_INFERENCE = 32
 MAX_LOGITS_PER_INFERENCE = 256
 
@@ -55,8 +55,8 @@ def check_select_options(options: object, terminator: object) -> None:
 def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -> list[Score]:
     """Score each of ``texts`` (n,) int64 from position ``scoring_start`` on, after at least one shared token.
 
-    The shared tokens are prefilled once, then all texts in a single inference, or in several for many texts.
-    ``decoder`` has a single row before and after; after a single inference, this row holds the best text.
+    The shared tokens are prefilled once, then all texts in a single forward pass, or in several for many texts.
+    ``decoder`` has a single row before and after; after a single pass, this row has the best text.
     """
     scores: list[Score] = []
     try:
@@ -89,7 +89,7 @@ def score_tokens(logits: np.ndarray, tokens: np.ndarray) -> Score:
 
 
 def group_texts_by_inference(texts: list[np.ndarray], scoring_start: int) -> Iterator[list[np.ndarray]]:
-    """Yield groups of ``texts`` for a single inference each, with logits from ``scoring_start`` on."""
+    """Yield groups of ``texts``, each for a single forward pass, with logits from ``scoring_start`` on."""
     text_group: list[np.ndarray] = []
     for text in texts:
         if text_group and (
@@ -104,7 +104,10 @@ def group_texts_by_inference(texts: list[np.ndarray], scoring_start: int) -> Ite
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a text: exp of ``nats``, the mean negative log-probability of ``scored`` tokens."""
+    """Perplexity of a text: exp of ``nats``, the mean negative log-probability of ``scored`` tokens.
+
+    ``context``: tokens per window. ``seconds``: duration of the measurement.
+    """
 
     perplexity: float
     nats: float

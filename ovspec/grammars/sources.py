@@ -148,7 +148,7 @@ def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
 
 
 def write_grammar_json(grammar_kind: str, *other_grammars: dict[str, str], lark_grammar: str) -> str:
-    """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it.
+    """Return a grammar in llguidance's own notation, with its kind as its name, for the wording of errors.
 
     ``other_grammars``: grammars referenced in it by name.
     """

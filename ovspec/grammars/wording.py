@@ -37,7 +37,7 @@ def word_placed_error(error: str, grammar_kind: str) -> str:
 
 
 def word_llguidance_error(error: str) -> str:
-    """Return llguidance's error as one sentence, without its debugging details; "" stays ""."""
+    """Return llguidance's error as a single sentence, without its debugging details; "" stays ""."""
     if not error:
         return ""
     error = re.sub(r"<non-verbose/>|\n +\d+ \|.*(\n +\^)?", "", error).replace("failed to compile JSON schema: ", "")

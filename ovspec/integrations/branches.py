@@ -1,4 +1,4 @@
-"""Logits for a caller that chooses the tokens itself, position by position, in several texts at a time.
+"""Logits for a caller with its own choice of tokens, position by position, in several texts at a time.
 
 Each text has its own KV cache. Proposed tokens are verified together with the tokens to read anyway, so if the caller
 chooses them, as the target itself would, the next logits are already computed.
@@ -41,14 +41,14 @@ class LogitsRequestCounts(ProposalStats):
     """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
-    answered: int = 0  # requests without an inference
-    inferences: int = 0  # of the target
+    answered: int = 0  # requests without a forward pass
+    inferences: int = 0  # forward passes of the target
     read: int = 0  # text tokens read by the target, without proposed tokens
     forks: int = 0  # branches started as a copy of another
 
 
 class PassiveSampler(GreedySampler):
-    """A sampler that chooses nothing, because the caller does. A draft proposes its most likely tokens."""
+    """A sampler without choices, because the caller chooses. A draft proposes its most likely tokens."""
 
     def verify_proposal(self, *_: Any, **__: Any) -> np.ndarray:
         return NO_TOKENS
@@ -110,7 +110,7 @@ class VerifiedProposal:
 
 
 class BranchPool:
-    """Up to ``MAX_BRANCHES`` branches of one model. Threads may share it."""
+    """Up to ``MAX_BRANCHES`` branches of a model. Thread-safe."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.counts = LogitsRequestCounts()
@@ -164,7 +164,7 @@ class BranchPool:
     # ------------------------------------------------------------ branches
 
     def _choose_branch(self, sequence: Sequence) -> Branch:
-        """Return the branch with most of ``sequence``, or another where that branch would lose too much."""
+        """Return the branch with the longest common prefix with ``sequence``, unless it would lose too many tokens."""
 
         def rate_branch(branch: Branch) -> tuple[int, int]:
             return measure_common_prefix(branch.cached_sequence, sequence), -len(branch.sequence)
@@ -215,7 +215,7 @@ class BranchPool:
     def _compute_branch_logits(
         self, branch: Branch, sequence: Sequence, first_new: int, all_new_positions: bool
     ) -> int:
-        """Compute the logits after ``sequence`` in one round; return the number of its tokens that needn't be read."""
+        """Compute the logits after ``sequence`` in a round; return the number of its tokens already in the cache."""
         text_length = len(sequence)
         unread_tokens = sequence.tokens[min(measure_common_prefix(branch.cached_sequence, sequence), text_length - 1) :]
         unknown_id = self._runtime.prompt_encoder.tokenizer.known_ids.first_unknown(unread_tokens)

@@ -1,4 +1,4 @@
-"""Finds the text that a chat template writes before and after messages of each role, by rendering a few chats."""
+"""Finds a chat template's text before and after messages of each role, by rendering a few chats."""
 
 from __future__ import annotations
 

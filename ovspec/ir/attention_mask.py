@@ -1,4 +1,4 @@
-"""Run an IR's attention mask alone: a cheap way to find how far attention reaches, at any length."""
+"""Run only the attention mask of an IR: a cheap way to find how far attention reaches, at any length."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def collect_ancestor_names(nodes: Sequence[ov.Node]) -> set[str]:
 
 
 def hides_dead_slots(request: ov.InferRequest, states: dict[str, StateVariable], slots: int) -> bool:
-    """Return whether the last of ``slots`` slots sees the live slots alike with and without four dead slots."""
+    """Return whether the last of ``slots`` slots sees the same live slots with and without four dead slots."""
     dead_slots = slice(slots - 6, slots - 2)
     live_flags = np.ones((1, slots), dtype=np.int64)
     live_flags[:, dead_slots] = 0

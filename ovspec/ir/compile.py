@@ -31,8 +31,7 @@ from ovspec.ir.lm_head import find_lm_head
 
 # Two threads reading their first model at once may deadlock inside OpenVINO's Python binding.
 MODEL_READING_LOCK = threading.Lock()
-# Constant output of a head or a draft with a reduced vocabulary: for each logit, the target's id minus the logit's
-# index.
+# Constant output of a head or draft with a reduced vocabulary: the target's id minus the logit's index, by logit.
 TARGET_IDS_OUTPUT = "d2t"
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx", "cache_position"}
 
@@ -68,14 +67,14 @@ class ModelGraph:
     """A language model or head, ready to be compiled.
 
     picks_logits: whether it has the input ``logits_idx``.
-    target_ids: the target's id of each of its logits, (n,) int64; None if it has logits of all ids.
+    target_ids: the target's id of each logit, (n,) int64; None if there are logits of all ids.
     """
 
     model: ov.Model
     states: list[StateVariable]
     picks_logits: bool
     target_ids: np.ndarray | None
-    advance: AdvanceGraph | None = None  # of its recurrent states, if they are inputs and outputs
+    advance: AdvanceGraph | None = None  # for its recurrent states, if they are inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,10 @@ class CompiledIR:
     outputs: dict[str, int]  # name -> index, for the fast getters
     picks_logits: bool  # as in ``ModelGraph``
     target_ids: np.ndarray | None  # as in ``ModelGraph``
-    properties: dict[str, str]  # used to compile it
+    properties: dict[str, str]  # OpenVINO's compile properties
     large_page_mover: LargePageMover  # moves its weights into large pages
-    state_advance: StateAdvance | None = None  # of a model with recurrent states as inputs and outputs
-    last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens per row
+    state_advance: StateAdvance | None = None  # for a model with recurrent states as inputs and outputs
+    last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request to run, its tokens per row
 
     @property
     def compiled_model(self) -> ov.CompiledModel:
@@ -140,10 +139,11 @@ class CompiledIR:
 
     @property
     def needs_single_rows(self) -> bool:
-        """Whether each row needs its own inference.
+        """Whether each row needs its own forward pass.
 
-        Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies. A
-        GPU crashes where an inference has fewer rows than the last (OpenVINO 2026.4.1).
+        Padding would enter a convolution or an SSM, or shift the chunks of chunked attention. With LongRoPE, a long row
+        changes the other rows' frequencies. And on a GPU, a forward pass with fewer rows than the last crashes
+        (OpenVINO 2026.4.1).
         """
         if self.recurrent_states or self.config.has_chunked_attention or self.config.rope_switch_length is not None:
             return True
@@ -202,7 +202,7 @@ def check_weights_file(xml: Path) -> int:
 
 
 def find_state_variables(model: ov.Model) -> list[StateVariable]:
-    """Return the model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
+    """Return the model's variables with their axes; the batch axis is the axis gathered by ``beam_idx``."""
     batch_axes: dict[str, int] = {}
     for op in model.get_ops():
         if op.get_type_name() != "ReadValue":
@@ -274,7 +274,7 @@ def has_trimmed_vocabulary(folder: Path) -> bool:
 
 
 def read_target_ids(model: ov.Model) -> np.ndarray | None:
-    """Return the target's id of each of a model's logits, (n,) int64; None if it has logits of all ids."""
+    """Return the target's id of each logit of a model, (n,) int64; None if there are logits of all ids."""
     outputs = [port for port in model.outputs if TARGET_IDS_OUTPUT in port.names]
     if not outputs:
         return None
@@ -283,7 +283,7 @@ def read_target_ids(model: ov.Model) -> np.ndarray | None:
 
 
 def write_target_ids(model: ov.Model, target_ids: np.ndarray) -> None:
-    """Record in a model that its logits belong to the ``target_ids`` (n,) of its target."""
+    """Record the ``target_ids`` (n,) of a model's logits in the model."""
     add_output(
         model, ops.constant(target_ids - np.arange(len(target_ids)), dtype=ov.Type.i64).output(0), TARGET_IDS_OUTPUT
     )

@@ -1,4 +1,4 @@
-"""Recognise models that crash OpenVINO during compilation, and compute them in f32.
+"""Recognise models likely to crash OpenVINO during compilation, and compute them in f32.
 
 A crash inside the library would end this process silently. So a small layer of the same kind is compiled first, in a
 separate process, for the same device and with the same properties; the outcome is cached.
@@ -30,7 +30,7 @@ from ovspec.ir.device import (
     resolve_precision,
 )
 
-TRIAL_COMMAND = ("-P", str(Path(__file__).with_name("crash_trial.py")))  # Python's arguments; device, properties follow
+TRIAL_COMMAND = ("-P", str(Path(__file__).with_name("crash_trial.py")))  # Python's arguments; then device, properties
 TRIAL_SECONDS = 60.0  # limit of a trial; it needs less than one
 # Exit codes of processes ended by a fault in their own code; other signals come from outside.
 FAULT_SIGNALS = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
@@ -93,7 +93,7 @@ def has_uncompressed_gates(folder: Path) -> bool:
 
 
 def recall_or_run_trial(options: DeviceOptions) -> TrialOutcome:
-    """Return the cached outcome from this process or an earlier one, or run the trial and cache its outcome."""
+    """Return the cached outcome, from this or an earlier process, or run the trial and cache its outcome."""
     properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
     trial_setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)
     if trial_setting not in known_outcomes:
@@ -124,7 +124,7 @@ def run_trial(device: str, properties: str, *trial_arguments: str) -> TrialOutco
 
 
 def name_fault_signal(exit_code: int) -> str | None:
-    """Return the fault in the process's own code that caused an exit code; None if there was none."""
+    """Return the fault signal behind a process's exit code, such as SIGSEGV; None if it didn't end by a fault."""
     if exit_code >= FIRST_WINDOWS_FAULT_CODE:
         return f"{exit_code:#x}"
     return FAULTS_BY_EXIT_CODE.get(exit_code)

@@ -20,7 +20,7 @@ from ovspec.ir.instruction_set import check_instruction_set, describe_instructio
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
-# Properties that tell devices apart; a plugin may lack some, and names its driver's property in its own way.
+# Properties to distinguish devices. A plugin may lack some, and has its own name for the driver's version.
 IDENTIFYING_PROPERTIES = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
 
 
@@ -63,7 +63,7 @@ def default_cache_dir() -> Path:
 
 
 def identify_machine(device: str = "CPU") -> tuple[str, ...]:
-    """Return the properties of this machine that decide whether cached findings about it are valid.
+    """Return this machine's properties; cached findings about it are valid while these are the same.
 
     ``device``: the device of the findings. Devices other than the CPU add their names, architectures and drivers.
     """
@@ -82,7 +82,7 @@ def identify_machine(device: str = "CPU") -> tuple[str, ...]:
 
 
 def system_and_processor() -> str:
-    """Return the operating system and the kind of processor; the bits of some functions depend on both."""
+    """Return the operating system and the kind of processor; both affect the bits of some functions."""
     return f"{platform.system()} {platform.machine()}"
 
 
@@ -129,12 +129,12 @@ def list_possible_devices(device: str) -> list[str]:
 
 
 def is_virtual_device(device: str) -> bool:
-    """Return whether ``device`` is one of OpenVINO's devices that choose among others."""
+    """Return whether ``device`` is a virtual device of OpenVINO, such as AUTO or HETERO, to choose among others."""
     return device.upper().partition(":")[0] in ("AUTO", "HETERO")
 
 
 def is_gpu(device: str) -> bool:
-    """Return whether ``device`` is a GPU itself; AUTO and HETERO, which may choose one, don't count."""
+    """Return whether ``device`` is a GPU itself; AUTO and HETERO don't count, even if they may choose a GPU."""
     return device.upper().partition(".")[0] == "GPU"
 
 
@@ -145,7 +145,7 @@ def may_use_gpu(device: str) -> bool:
 
 @functools.cache
 def uses_main_memory(device: str) -> bool:
-    """Return whether ``device`` computes in the memory of this machine: the CPU, or a GPU without its own."""
+    """Return whether ``device`` uses this machine's main memory: the CPU, or a GPU without memory of its own."""
     if not is_gpu(device):
         return device == "CPU"
     return str(read_device_property(device, "DEVICE_TYPE")).endswith("INTEGRATED")
@@ -180,9 +180,9 @@ def parse_device_option(device: str, option: str = "device") -> str:
     known_devices = {
         *available,
         *(available_device.partition(".")[0] for available_device in available),
-    }  # GPU for GPU.0 and the others
+    }  # "GPU" for GPU.0, GPU.1 and so on
     if "GPU" in known_devices:
-        known_devices.add("GPU.0")  # the only one is called GPU
+        known_devices.add("GPU.0")  # OpenVINO calls a single GPU just "GPU"
     if missing_devices := [requested for requested in requested_devices if requested not in known_devices]:
         reason = "no such device"
         if missing_devices[0].startswith("GPU") and "GPU" not in known_devices:
@@ -200,7 +200,7 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
     fixed_properties = options.fixed_properties
     default_precisions = default_kv_precisions(options)
-    if is_virtual_device(options.device):  # these don't know the property themselves
+    if is_virtual_device(options.device):  # virtual devices don't know the property themselves
         fixed_precision = fixed_properties.pop("KV_CACHE_PRECISION", None)
         precisions = {name: fixed_precision or precision for name, precision in default_precisions.items()}
         kv_precisions_text = ",".join(
@@ -212,8 +212,8 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     properties |= fixed_properties
     properties["CACHE_DIR"] = ""
     if options.cache_folder:
-        # OpenVINO would load a model compiled with other properties, such as another precision, for another instruction
-        # set or number of cores.
+        # OpenVINO's own cache key is incomplete: it would load a model compiled with another precision or other
+        # properties, or for another instruction set or number of cores.
         compile_setting = repr((identify_machine(options.device), sorted(properties.items())))
         name = f"{ov.get_version()[:20]} {hashlib.sha256(compile_setting.encode()).hexdigest()[:16]}"
         properties["CACHE_DIR"] = str(options.cache_folder / name)

@@ -1,4 +1,4 @@
-"""A GPU's properties for reports, and waiting for the kernels that OpenVINO's GPU plugin compiles in the background."""
+"""A GPU's properties for reports, and waiting for OpenVINO's background compilation of GPU kernels."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ModelOwner(Protocol):
 def free_models_at_exit(owner: ModelOwner) -> None:
     """Free compiled models before this process ends, once no kernels are being compiled.
 
-    OpenVINO's GPU plugin would crash otherwise (2026.4.1): its tables are gone before its threads and models are.
+    OpenVINO's GPU plugin would crash otherwise (2026.4.1): its tables are gone before its threads and models.
     """
     if not OWNERS_FREED_AT_EXIT:
         atexit.unregister(free_registered_models)

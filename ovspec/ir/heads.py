@@ -1,8 +1,8 @@
 """The graph of a head, and the parts exchanged between it and its target.
 
-A head is one layer on its target's own hidden states: an EAGLE-3 head (Li et al., arXiv 2503.01840), or the multi-token
+A head is a layer on its target's own hidden states: an EAGLE-3 head (Li et al., arXiv 2503.01840), or the multi-token
 prediction (MTP) layer shipped with a model (DeepSeek-V3, arXiv 2412.19437). Its IR has two parts. The first turns the
-target's hidden states into features; it is moved into the target, which then computes features for each token it reads.
+target's hidden states into features; it is moved into the target, to compute features for each token on the way.
 EAGLE-3 fuses the inputs of several layers, and MTP takes the lm_head's input unchanged. The second part proposes tokens
 from features; without an embedding or an lm_head of its own, it uses the target's.
 """
@@ -88,7 +88,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
 
 
 def find_target_states(model: ov.Model, layers: list[int], target: Path, head: Path) -> ov.Output:
-    """Return the hidden states that a head's features are computed from, for each token of the target.
+    """Return the target's hidden states for a head's features, for each token.
 
     Args:
         layers: the target layers whose inputs are joined; none for the lm_head's input.
@@ -111,7 +111,7 @@ def find_target_states(model: ov.Model, layers: list[int], target: Path, head: P
 
 
 def shield_from_output(states: ov.Output) -> ov.Output:
-    """Return hidden states [..., width] as they are, through a product with ones on the diagonal.
+    """Return hidden states [..., width] unchanged, as product with an identity matrix.
 
     In bf16, a CPU computes an output in f32, and with it all operations back to the last product. The identity product
     keeps this from the lm_head's input, where f32 would change the bits.

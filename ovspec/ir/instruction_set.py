@@ -12,7 +12,7 @@ import platform
 
 from ovspec.base.errors import OvspecError
 
-ONEDNN_CAP_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first one set counts
+ONEDNN_CAP_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first has precedence
 OPENVINO_CAP_VARIABLE = "OV_CPU_MAX_ISA"
 AVX512_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 BF16_FEATURES = AVX512_FEATURES | {"avx512_vnni", "avx512_bf16"}

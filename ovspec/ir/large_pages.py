@@ -1,4 +1,4 @@
-"""Large memory pages for weights (Linux), so that the processor needn't look up 250,000 pages for each gigabyte.
+"""Large memory pages for weights (Linux): without them, the processor looks up 250,000 pages per gigabyte.
 
 madvise with MADV_COLLAPSE (Linux 6.1, see madvise(2)) copies memory into pages of 2 MB, if the system allows them
 (transparent huge pages "madvise" or "always"). No bit of the logits changes. docs/benchmarks.md shows the gain.
@@ -18,8 +18,8 @@ MADV_COLLAPSE = 25
 ENOMEM = 12
 EAGAIN = 11
 INFERENCE_SECONDS_BEFORE_MOVE = 5.0  # inference time before copying starts: a process with less work gains nothing
-# Copying slows inferences down, so it waits for an idle time of LEAST_IDLE_SECONDS, and copies for MOVE_STEP_SECONDS
-# before it checks again.
+# Copying slows inference down, so the mover waits for an idle time of LEAST_IDLE_SECONDS, and copies for
+# MOVE_STEP_SECONDS before it checks again.
 LEAST_IDLE_SECONDS = 0.5
 MOVE_STEP_SECONDS = 0.02
 MAX_REFUSALS_IN_A_ROW = 16  # consecutive refusals; the system is then assumed to have no large pages left
@@ -28,7 +28,7 @@ MAX_REFUSALS_IN_A_ROW = 16  # consecutive refusals; the system is then assumed t
 class LargePageMover:
     """Moves a model's weights into large pages during idle times. Create it just before the model is compiled.
 
-    All memory allocated until inferences have taken ``INFERENCE_SECONDS_BEFORE_MOVE`` is assumed to be weights.
+    All memory allocated during the first ``INFERENCE_SECONDS_BEFORE_MOVE`` of inference is assumed to be weights.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def list_page_candidates(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
 
 
 def collapse_page(page_address: int) -> int:
-    """Turn the memory at ``page_address`` into one large page; return 0, or the errno if that fails."""
+    """Turn the memory at ``page_address`` into a large page; return 0, or the errno of a failure."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     failed = madvise(ctypes.c_void_p(page_address), ctypes.c_size_t(PAGE_BYTES), MADV_COLLAPSE)
     return ctypes.get_errno() if failed else 0

@@ -8,14 +8,14 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-# Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
+# Operations allowed after the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
-# Operations that make weights from constants.
+# Operations from constants to weights.
 WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Add", "Divide"}
 
 
 def find_lm_head(model: ov.Model) -> ov.Node | None:
-    """Return the MatMul that computes the logits, or None if it isn't found."""
+    """Return the lm_head's MatMul, or None if it isn't found."""
     node = model.output("logits").get_node().input_value(0).get_node()
     while node.get_type_name() in ELEMENTWISE_OPERATIONS:
         sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
@@ -39,7 +39,7 @@ def find_lm_head_input(model: ov.Model) -> ov.Output | None:
 
 
 def find_logits_operations(model: ov.Model) -> list[ov.Node]:
-    """Return the operations that compute the logits, the lm_head's MatMul first; ValueError if unknown."""
+    """Return the operations from the lm_head's MatMul to the logits; raises ValueError for an unknown operation."""
     node = find_lm_head(model)
     logits_operations: list[ov.Node] = []
     while node and node.get_type_name() != "Result":
@@ -52,9 +52,10 @@ def find_logits_operations(model: ov.Model) -> list[ov.Node]:
 
 
 def keep_logits(logits_operations: list[ov.Node], ids: np.ndarray) -> None:
-    """Reduce the operations of ``find_logits_operations`` to the logits of ``ids`` (n,); ValueError if impossible.
+    """Reduce the operations of ``find_logits_operations`` to the logits of ``ids`` (n,).
 
-    Cuts weights in place, so no other operation may use them, as with a tied embedding.
+    Cuts weights in place, so no other operation may use them (a tied embedding would). Raises ValueError if a weight
+    comes from an unknown operation.
     """
     previous_node = logits_operations[0].input_value(0).get_node()
     row_axis = -2 if logits_operations[0].get_attributes()["transpose_b"] else -1
@@ -82,7 +83,7 @@ def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
         case "Transpose":
             axis_order = node.input_value(1).get_node().get_data()  # type: ignore[attr-defined]
             select_port_entries(node.input(0), int(axis_order[axis]) - len(shape), ids)
-        case "Reshape":  # of groups, which follow the rows
+        case "Reshape":  # joins the quantisation groups, the axis after the rows
             inner_shape = list(node.input_value(0).get_shape())
             if axis != -len(shape) or inner_shape[0] != shape[0]:
                 raise ValueError("the rows of its lm_head are reshaped")
@@ -101,7 +102,7 @@ def select_constant_entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov
     shape = list(constant.get_output_shape(0))
     element_type = constant.get_element_type()
     stored_values = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]
-    if element_type.bitwidth == 4:  # two share a byte, the lower half first
+    if element_type.bitwidth == 4:  # two values per byte, the first in the lower half
         stored_values = np.stack((stored_values & 15, stored_values >> 4), -1).reshape(-1)[: math.prod(shape)]
     selected_values = stored_values.reshape(*shape, -1).take(ids, axis - 1)
     if element_type.bitwidth == 4:

@@ -1,4 +1,4 @@
-"""Joins products of the same input into one, and cuts products with long sums into several."""
+"""Joins matrix products of the same input, and cuts products with long sums into parts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ELEMENTWISE_FUNCTIONS = {"Multiply": ops.multiply, "Subtract": ops.subtract}
 def join_products(model: ov.Model) -> int:
     """Join products of the same input, such as a layer's q, k and v, with integer weights; return the number of joins.
 
-    The weights are concatenated, so each value is computed as before; one large product is faster than several small
-    ones.
+    The weights are concatenated, so each value is computed as before. A large product is faster than several small
+    products.
     """
     groups: dict[tuple[str | int, ...], list[ov.Node]] = {}
     for op in model.get_ordered_ops():
@@ -47,7 +47,7 @@ def join_products(model: ov.Model) -> int:
 
 
 def describe_weights_recipe(weights: ov.Output, row_count: int) -> list[str]:
-    """Return the operations and types that make ``weights``; unique if a constant doesn't have ``row_count`` rows."""
+    """Return the operations and types behind ``weights``; unique if a constant doesn't have ``row_count`` rows."""
     node = weights.get_node()
     shape = list(weights.get_shape())
     recipe = [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:])]
@@ -83,14 +83,14 @@ def stack_weights(weights: list[ov.Output]) -> ov.Node:
 
 
 def needs_split_products() -> bool:
-    """Return whether wide products use different kernels here for few tokens and for many."""
+    """Return whether wide products use different kernels for few and for many tokens on this machine."""
     return describe_instruction_set() in SPLITTING_INSTRUCTION_SETS
 
 
 def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VALUES) -> int:
     """Cut integer products with sums over more than ``max_summed_values`` values into parts; return their number.
 
-    In such products OpenVINO uses one kernel for few tokens and another for many, with different bits.
+    For such products OpenVINO has different kernels for few and for many tokens, with different bits.
     """
     products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain_product(op))
     wide_products = [
@@ -116,7 +116,7 @@ def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VAL
 
 
 def count_product_parts(product: ov.Node, max_summed_values: int) -> int:
-    """Return the least number of equal parts that are narrow enough and divide neither a group nor a byte."""
+    """Return the smallest number of equal parts, narrow enough, with no cut inside a quantisation group or a byte."""
     integer_constant = find_integer_constant(product.input_value(1))
     assert integer_constant
     group_count = integer_constant.get_output_shape(0)[1]
@@ -136,7 +136,7 @@ def count_summed_values(product: ov.Node) -> int:
 
 
 def find_integer_constant(weights: ov.Output) -> ov.Node | None:
-    """Return the integer constant that ``weights`` are computed from; None if they are computed otherwise."""
+    """Return the integer constant behind ``weights``; None if they are computed otherwise."""
     node = weights.get_node()
     while node.get_type_name() in WEIGHT_OPERATIONS:
         node = node.input_value(0).get_node()
@@ -145,7 +145,7 @@ def find_integer_constant(weights: ov.Output) -> ov.Node | None:
 
 
 def slice_weight_columns(weights: ov.Output, part_index: int, part_count: int) -> ov.Node:
-    """Return one of ``part_count`` equal shares of the columns of ``weights``, computed by the same operations."""
+    """Return part ``part_index`` of the columns of ``weights`` in ``part_count`` parts, by the same operations."""
     node = weights.get_node()
     match node.get_type_name():
         case "Constant":

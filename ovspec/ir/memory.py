@@ -28,7 +28,7 @@ def kv_bytes_per_token(ir: CompiledIR) -> float:
 
 
 def recurrent_row_bytes(ir: CompiledIR) -> float:
-    """Return the bytes of a row's recurrent states, constant in length, and of a snapshot of them."""
+    """Return the size of a row's recurrent states in bytes; it doesn't grow with the text. A snapshot is as large."""
     return 2 * 4.0 * sum(state.width for state in ir.recurrent_states)
 
 
@@ -40,7 +40,7 @@ def weights_fit_into_memory(folder: Path, size_factor: float) -> bool:
 def count_free_tokens(irs: list[CompiledIR], row_count: int, idle_bytes: float = 0) -> float:
     """Return how many tokens, summed over ``row_count`` rows, fit into free memory; see ``count_tokens_in_bytes``.
 
-    ``idle_bytes``: bytes in use that may be reclaimed.
+    ``idle_bytes``: reclaimable bytes in use.
     """
     return count_tokens_in_bytes(irs, row_count, psutil.virtual_memory().available + idle_bytes)
 
@@ -59,7 +59,7 @@ def check_memory_for_tokens(irs: list[CompiledIR], token_count: int, idle_bytes:
 
     Counts only models in main memory.
 
-    ``idle_bytes``: bytes in use that may be reclaimed.
+    ``idle_bytes``: reclaimable bytes in use.
     """
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
     needed_bytes = sum(token_count * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)

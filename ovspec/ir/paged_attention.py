@@ -22,7 +22,7 @@ SLIDING_WINDOW_INPUT = 10  # index of this input in the attention operation
 
 
 class NotPaged(OvspecError):
-    """The paged decoder can't run this model, on this device or with this version of OpenVINO; the message says why."""
+    """The paged decoder can't run this model on this device, or with this version of OpenVINO; the message says why."""
 
 
 def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> None:
@@ -47,7 +47,7 @@ def rewrite_to_paged(model: ov.Model, other_inputs: Collection[str] = ()) -> Non
     for port in model.inputs:
         known_port_names = {name for name in port.names if name in known_names or CACHE_INPUT.fullmatch(name)}
         if known_port_names:
-            port.get_tensor().set_names(known_port_names)  # it may also have names of operations
+            port.get_tensor().set_names(known_port_names)  # drops names of operations
         else:
             unknown_inputs.append(port.get_any_name())
         input_names |= known_port_names

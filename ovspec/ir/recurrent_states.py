@@ -1,9 +1,9 @@
-"""Gives the caller of a model its recurrent states: of convolutions, delta nets and SSMs.
+"""Turns a model's recurrent states (of convolutions, delta nets and SSMs) into inputs and outputs.
 
-The states become inputs and outputs, so a caller can return to the states from before an inference by keeping them.
-Returning to a token within the inference takes only the small model cut out by ``expose_recurrent_states``: it computes
-the states after the inference's first tokens from the tokens' ``updates``, the values by which tokens change the
-states. Its operations are the model's own, and so are its bits.
+To roll a whole forward pass back, the caller keeps the states from before it. To roll back to a token inside it, the
+caller runs the advance model, a small model cut out by ``expose_recurrent_states``. It computes the states after the
+first tokens of the pass from these tokens' ``updates``, the values by which tokens change the states. Its operations
+are copies of the model's, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ovspec.ir.paged_attention import NotPaged, find_attention_operations, rewri
 STATE_INPUT = "recurrent_state.{}"
 STATE_OUTPUT = "next_recurrent_state.{}"
 UPDATE = "recurrent_update.{}"  # an output of the model, and an input of the advance model
-UPDATE_COUNT_INPUT = "recurrent_update_count"  # the number of the inference's first tokens to apply
+UPDATE_COUNT_INPUT = "recurrent_update_count"  # how many of the forward pass's first tokens to apply
 SOURCE_OPERATIONS = {
     "Concat", "Convolution", "GroupConvolution", "MatMul", "Parameter", "Slice", "StridedSlice", "VariadicSplit",
 }  # fmt: skip
@@ -32,8 +32,8 @@ LOOPS = {"Loop", "TensorIterator"}
 def rewrite_states_to_paged(model: ov.Model, on_gpu: bool) -> AdvanceGraph | None:
     """Rewrite a stateful model in place for the paged decoder, with or without recurrent states.
 
-    With recurrent states it computes one row per inference, and the advance model is returned.
-    Raises NotPaged if the rewrite is impossible.
+    With recurrent states, the model computes a single row per forward pass, and its advance model is returned. Raises
+    NotPaged if the rewrite is impossible.
     """
     recurrent_states = [state for state in find_state_variables(model) if state.sequence_axis is None]
     if not recurrent_states:
@@ -79,7 +79,7 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
         parameter.output(0).get_tensor().set_names({STATE_INPUT.format(index)})
         for reader in read.output(0).get_target_inputs():
             gather = reader.get_node()
-            if gather.get_type_name() == "Gather" and reader.get_index() == 0:  # of the rows in ``beam_idx``
+            if gather.get_type_name() == "Gather" and reader.get_index() == 0:  # gathers the rows of ``beam_idx``
                 replace_value(gather.output(0), parameter)
             else:
                 reader.replace_source_output(parameter.output(0))
@@ -111,7 +111,7 @@ def expose_recurrent_states(model: ov.Model, states: list[StateVariable]) -> Adv
 
 
 class OperationIndex:
-    """The names of a model's operations, in an order in which each comes after its operands.
+    """The names of a model's operations, in topological order: after their operands.
 
     constants: operations on constants alone. of_shapes: operations on constants and on other values' shapes.
     """
@@ -129,7 +129,7 @@ class OperationIndex:
                     names.add(name)
 
     def list_token_operands(self, node: ov.Node) -> list[ov.Output]:
-        """Return the operands of ``node`` that depend on more than constants and shapes."""
+        """Return the operands of ``node`` except constants and shapes."""
         operands = [node.input_value(i) for i in range(node.get_input_size())]
         return [operand for operand in operands if operand.get_node().get_friendly_name() not in self.of_shapes]
 
@@ -145,7 +145,7 @@ def identify_value(value: ov.Output) -> tuple[str, int]:
 
 
 def find_updates(state: ov.Node, next_state: ov.Output, operations: OperationIndex) -> Iterator[ov.Output]:
-    """Yield the token values, besides the input ``state``, from which ``next_state`` is computed."""
+    """Yield the token values behind ``next_state``, other than the input ``state``."""
     dependents = list_dependents(state, next_state.get_node(), operations)
     pending = [next_state]
     seen: set[str] = set()
@@ -185,9 +185,9 @@ def list_dependents(node: ov.Node, last: ov.Node, operations: OperationIndex) ->
 
 
 def list_sources(value: ov.Output, operations: OperationIndex) -> list[ov.Output]:
-    """Return the chain of token values from which ``value`` is computed, beginning with ``value`` itself.
+    """Return the chain of token values behind ``value``, beginning with ``value`` itself.
 
-    The list ends below a product with weights, an operation on several tokens, or an operation with several sources.
+    The chain ends below a product with weights, an operation on several tokens, or an operation with several sources.
     """
     sources = [value]
     while (node := sources[-1].get_node()).get_type_name() not in SOURCE_OPERATIONS:
@@ -218,7 +218,7 @@ def find_token_axis(value: ov.Output) -> int:
 
 
 def cut_out_advance_model(model: ov.Model, updates: list[tuple[str, int]], state_count: int) -> ov.Model:
-    """Return a model that computes the next states from the states and the ``updates``: (operation, output)."""
+    """Return the advance model: from states and ``updates``, each an (operation, output), to the next states."""
     copy = model.clone()
     operations = {op.get_friendly_name(): op for op in copy.get_ops()}
     parameters = [operations[STATE_INPUT.format(index)] for index in range(state_count)]
@@ -267,7 +267,7 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
             reader.get_node().input(1).replace_source_output(ops.constant(0, dtype=ov.Type.i64).output(0))
     for op in list_token_transpositions(model, inputs["position_ids"]):
         op.output(0).replace(op.input_value(0))
-    # Elsewhere it is the text's length, which is shorter than attention's if it gets a second query.
+    # Outside of attention, use the text's length: attention's is longer with a second query.
     length = inputs["max_context_len"].output(0)
     count = ops.convert(ops.shape_of(inputs["input_ids"]), length.get_element_type())
     tokens = ops.add(ops.convert(inputs["past_lens"], length.get_element_type()), count)

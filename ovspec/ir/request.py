@@ -14,7 +14,7 @@ from ovspec.ir.compile import CompiledIR
 
 
 class InferenceRequest:
-    """Runs inferences of one model and counts them. Inputs missing in the model are skipped."""
+    """Runs forward passes of a model, counts and times them. Inputs missing in the model are skipped."""
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
         self.seconds = 0.0
@@ -31,10 +31,10 @@ class InferenceRequest:
         """Replace the OpenVINO request with a new one."""
         self.openvino_request = self._ir.compiled_model.create_infer_request()
         self.has_run, self._must_reset = False, False
-        self._bound_arrays: dict[int, np.ndarray] = {}  # input index -> the array bound to it
+        self._bound_arrays: dict[int, np.ndarray] = {}  # input index -> bound array
 
     def reset_states(self) -> None:
-        """Empty the states before the next inference.
+        """Empty the states just before the next forward pass.
 
         Not immediately: resetting a GPU request long before it runs disturbs other requests in the meantime.
         """
@@ -47,10 +47,10 @@ class InferenceRequest:
             self._must_reset = False
 
     def infer(self, input_arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
-        """Return the logits at these flat token indices: (len(logits_idx), vocab) float32, valid until the next call.
+        """Run a forward pass; return the logits of the tokens ``logits_idx``, (len(logits_idx), vocab) float32.
 
-        ``input_arrays`` are in the order of the names in ``inputs``. An array already bound by the last call is not
-        bound again: binding costs more than writing into a bound array.
+        They are valid until the next call. ``input_arrays`` are in the order of the names in ``inputs``. An array bound
+        by the last call isn't bound again: binding costs more than writing into a bound array.
 
         Raises:
             InferenceError: the logits are not numbers, or the model was closed.
@@ -83,13 +83,13 @@ class InferenceRequest:
         self.has_run = True
         logits = request.get_output_tensor(self._logits_output).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
-        if not np.isfinite(logits.max()):  # NaN if any logit is
+        if not np.isfinite(logits.max()):  # a single NaN makes the maximum NaN
             computes_in_f32 = self._ir.properties.get("INFERENCE_PRECISION_HINT") == "f32"
             advice = "export the model again, or use another device" if computes_in_f32 else "try `precision='f32'`"
             raise InferenceError(f"{self._ir.folder}: the model computed NaN or infinite logits; {advice}.")
         return logits
 
     def read_output(self, name: str) -> np.ndarray:
-        """Return another output of the last inference, (tokens, width) float32, valid until the next one."""
+        """Return another output of the last forward pass, (tokens, width) float32, valid until the next call."""
         values = self.openvino_request.get_output_tensor(self._outputs[name]).data
         return values.reshape(-1, values.shape[-1])

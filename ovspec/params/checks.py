@@ -93,6 +93,6 @@ def check_grammar_options(params: Params) -> None:
 
 
 def refuse_retries_in_stream(params: Params) -> None:
-    """Raise OvspecError if ``params`` include retries, which streams don't support."""
+    """Raise OvspecError if ``params`` include retries: streams don't support them."""
     if params.retries:
         raise OvspecError("`retries` can't be combined with streaming; leave one out.")

@@ -1,4 +1,4 @@
-"""``Params``: all options of a generating call in one object, made by the front doors."""
+"""``Params``: all options of a generating call in a single object, made by the front doors."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ class Params(SamplingParams):
     )
     batch_size: int = option(
         "Maximum number of texts generated at the same time; further texts wait.",
-        # Up to about this many a step mostly reads weights; beyond, arithmetic dominates and more gain little.
+        # Up to about this many texts a step mostly reads weights; beyond, arithmetic dominates, and more gain little.
         default=32,
         limits=AT_LEAST_1,
         commands=("batch",),
@@ -224,7 +224,7 @@ class Params(SamplingParams):
         )
 
     def recorded_options(self) -> dict[str, OptionValue]:
-        """Return the options that shape the text, except those with default values."""
+        """Return the options with an effect on the text, except default values."""
         return self.changed_options(excluded=UNRECORDED_OPTIONS)
 
     def changed_options(self, excluded: Collection[str]) -> dict[str, OptionValue]:
@@ -250,7 +250,7 @@ class GenerateOptions(Params):
 
 
 GENERATE_OPTIONS = collect_options(GenerateOptions)
-# The grammar options; at most one may be set.
+# The grammar options; a call may set only a single one.
 GRAMMAR_OPTIONS = ("json_schema", "regex", "grammar", "gbnf", "choice")
 SCHEMA_OPTIONS = ("json_schema_mode", "retries", "additional_properties", "compact_json")  # they need a schema
 # They need chat messages.

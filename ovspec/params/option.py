@@ -42,19 +42,19 @@ FOREIGN_NAMES = {
 class Option:
     """The declaration of an option.
 
-    help: its purpose, in one or two sentences.
+    help: its purpose, in a sentence or two.
     limits: the range of a number.
     default_meaning: the default in words, if the value doesn't explain itself.
     python_extra_help: added to ``help`` in Python's documentation only.
     flags: its spellings on the command line, if not ``--its-name``; empty if it isn't on the command line.
     commands: the generating commands with this option, if not all.
-    metavar, parse: the command line's name for its value, and its parser, which raises ValueError.
+    metavar, parse: the command line's name for its value, and its parser (raises ValueError).
     request: whether a request, such as a line of a batch file, may set it.
-    request_type: its type in a request, if not the one in Python.
+    request_type: its type in a request, if it differs from Python's.
     aliases: its other names in a request.
-    truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
+    truncates: whether it limits sampling to likely tokens; it then needs a temperature; see ``sampling/warp.py``.
     choices: the allowed strings, if the annotation can't list them.
-    name, value_type, default: those of the field; set by ``collect_options``.
+    name, value_type, default: the field's; set by ``collect_options``.
     """
 
     help: str
@@ -85,7 +85,7 @@ class Option:
 def option(
     help: str, *, default: OptionValue = MISSING, default_factory: OptionValue = MISSING, **declaration_fields: Any
 ) -> Any:
-    """Return a field that declares an option; ``declaration_fields``: the other fields of its ``Option``."""
+    """Return a field declaring an option; ``declaration_fields``: the other fields of its ``Option``."""
     declaration = Option(help, **declaration_fields)
     return field(default=default, default_factory=default_factory, metadata={"option": declaration})
 
@@ -117,7 +117,7 @@ def collect_options(cls: Any) -> dict[str, Option]:
 
 
 def accepts_options(options_type: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Return a decorator that adds the options of a class to a function's signature.
+    """Return a decorator to add the options of a class to a function's signature.
 
     ``options_type``: the class; type checkers and editors show its fields as the function's arguments.
     """

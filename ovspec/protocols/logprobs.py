@@ -97,11 +97,11 @@ def make_echo(
 def compute_prompt_logprobs(
     lm: LanguageModel, prompt_ids: list[int], top_count: int, max_chunk: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS
 ) -> Generator[None, None, list[TokenLogprob | None]]:
-    """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
+    """Compute the log-probabilities of a prompt's tokens, a forward pass per step; return them at the end.
 
     Args:
         top_count: the number of most likely tokens at each position.
-        max_chunk: returns the maximum number of tokens for the next inference.
+        max_chunk: returns the maximum number of tokens for the next forward pass.
     """
     logprobs: list[TokenLogprob | None] = [None]
     decoders = lm.runtime.decoder_pool.acquire()

@@ -1,6 +1,6 @@
 """Constrains an assistant's answer part by part: thinking and text are free, tool calls and formats are constrained.
 
-A call, once begun, can continue only validly. Before it, only tokens that would begin an invalid call are masked.
+A call, once begun, can continue only validly. Before a call, only tokens of an invalid beginning are masked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ovspec.sampling.tool_grammar import (
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import WHITESPACE, AnswerFormat, AnswerReadingState, PhaseTag, is_token_mark, split_by_phase
 
-# (tokens before the grammar, the generated part of its text: bytes, and ids of tags) -> the constraint of the rest. The
-# first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError for a disallowed part.
+# (number of tokens before the grammar, the generated part of its text: bytes, and ids of tags) -> the constraint of the
+# rest. The first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError for a disallowed part.
 MakeGrammarConstraint = Callable[[int, list[bytes | int]], GrammarConstraint]
 
 
@@ -35,7 +35,7 @@ class AnswerPosition:
     """The state of an answer after some tokens.
 
     thinking_count: number of tokens of thinking so far; after thinking, at most the budget.
-    grammar_constraints: of the following text; at least one allows it.
+    grammar_constraints: the possible constraints of the text from here on; at least one allows the text.
     """
 
     state: AnswerReadingState
@@ -52,9 +52,9 @@ class AnswerConstraint(Constraint):
         vocabulary: the tokens by their bytes.
         make_grammar_constraint: makes the constraint of a grammar; None if no call may begin.
         covers_text: whether the grammar covers all text except thinking; otherwise it begins with the tag of a call.
-        end_ids: ids that end the text; they are masked in thinking if an answer must follow.
+        end_ids: ids to end the text; they are masked in thinking if an answer must follow.
         thinking_budget: maximum number of tokens of thinking; None for no limit.
-        thinking_end_ids: ids that end thinking.
+        thinking_end_ids: the ids of the end of thinking.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AnswerConstraint(Constraint):
         grammar_constraints: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
             grammar_constraints = self._make_grammar_constraints(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
-        self._positions = [AnswerPosition(state, 0, grammar_constraints)]  # one per token, and the first
+        self._positions = [AnswerPosition(state, 0, grammar_constraints)]  # the start, then after each token
         self._free_masks: dict[AnswerReadingState, np.ndarray | None] = {}
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
@@ -125,7 +125,7 @@ class AnswerConstraint(Constraint):
         forced_ids = position.grammar_constraints[0].forced_tokens(tokens)
         for forced_count, token in enumerate(forced_ids):
             next_state, grammar_kinds, _ = self._follow_token(reading_state, token)
-            if grammar_kinds:  # another grammar continues
+            if grammar_kinds:  # the text continues in another grammar
                 return forced_ids[: forced_count + self._may_follow(reading_state, token)]
             reading_state = next_state
         return forced_ids
@@ -178,13 +178,13 @@ class AnswerConstraint(Constraint):
         return next_position
 
     def _is_in_grammar(self, position: AnswerPosition) -> bool:
-        """Return whether the rest of the answer is in its grammar, so that tags no longer matter."""
+        """Return whether the rest of the answer is in its grammar; tags then no longer matter."""
         return position.state.phase == "calls" or (self._covers_text and position.state.phase == "text")
 
     def _follow_token(
         self, reading_state: AnswerReadingState, token: int
     ) -> tuple[AnswerReadingState, tuple[bytes, ...], str]:
-        """Return the state after ``token``; if it begins grammars, also their kinds, and their text in the token."""
+        """Return the state after ``token``; if the token begins grammars, also their kinds, and their text in it."""
         token_text = self._token_text(token)
         state_after = split_by_phase(self._tags, reading_state, token_text)[0]
         if state_after.phase == reading_state.phase:
@@ -208,7 +208,7 @@ class AnswerConstraint(Constraint):
     def _make_grammar_constraints(
         self, grammar_start: int, grammar_kinds: Sequence[bytes], begun_text: str = ""
     ) -> tuple[GrammarConstraint, ...]:
-        """Return the grammars of some kinds after ``grammar_start`` tokens, with ``begun_text`` already generated."""
+        """Return the constraints of some kinds of grammar after ``grammar_start`` tokens and their ``begun_text``."""
         begun_parts: list[bytes | int] = []
         for are_marks, characters in itertools.groupby(begun_text, is_token_mark):
             if are_marks:
@@ -238,7 +238,7 @@ class AnswerConstraint(Constraint):
         return self._thinking_end_ids[position.thinking_count - thinking_budget :]
 
     def _thinking_start_ids(self, reading_state: AnswerReadingState) -> list[int]:
-        """Return the ids that may begin thinking or continue its tag, outside the grammar."""
+        """Return the ids to begin thinking or to continue its tag, outside the grammar."""
         start_ids: list[int] = []
         begun_tag = reading_state.pending.lstrip(WHITESPACE)
         for tag in self._tags:
@@ -270,8 +270,8 @@ class AnswerConstraint(Constraint):
     def _free_text_mask(self, reading_state: AnswerReadingState) -> np.ndarray | None:
         """Return a mask of the tokens allowed in free text; None for all.
 
-        It excludes tokens that would begin a text outside the grammar, and the end of an answer that must go on after
-        thinking.
+        It excludes tokens of an invalid beginning of the grammar's text, and the end of the answer if a text must
+        follow thinking.
         """
         if reading_state not in self._free_masks:
             forbidden_ids = [

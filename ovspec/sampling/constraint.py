@@ -14,7 +14,7 @@ class Constraint:
     """Changes the logits after a text, or limits the next token.
 
     Every method gets the tokens so far, (n,) int64, and its result depends on them alone, so a rejected proposal leaves
-    no trace. A constraint with state along the text finds out itself how far to roll back.
+    no trace. A constraint with state along the text keeps the common prefix, and rolls itself back.
     """
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
@@ -47,7 +47,7 @@ class Constraints:
     """All constraints of a row, in the order of application.
 
     Args:
-        end_ids: ids that end the text.
+        end_ids: ids to end the text.
         always_run_model: run the model even for a forced token, because its logits are needed or another constraint may
             exclude the token.
     """
@@ -71,8 +71,8 @@ class Constraints:
         self.may_complete = bool(self._forcing_constraints)  # whether they may end the text
         self.commits_forced = (
             self.may_complete and not always_run_model
-        )  # whether tokens may be committed without the model
-        # Returns the errors of the finished text and its tool calls.
+        )  # whether forced tokens may be committed without the model
+        # Returns the schema errors of a finished text and its tool calls.
         self.find_errors: Callable[[str, Sequence[ToolCall]], list[str]] | None = None
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ConstraintMaker:
-    """Makes constraints for one model's vocabulary."""
+    """Makes constraints for a model's vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -60,9 +60,9 @@ class ConstraintMaker:
 
         Args:
             prompt: token ids, (n,) int64.
-            eos_ids: ids that end the text, besides ``params.stop_ids``.
+            eos_ids: ids to end the text, besides ``params.stop_ids``.
             bos_ids: (n,) int64, replaces a prompt healed away entirely; empty if impossible.
-            healable_from: position of the first token that healing may take back.
+            healable_from: position of the first token open to healing.
             answer_format: the model's answer format, if the prompt is a chat and the model has thinking or tools.
 
         Raises:
@@ -109,7 +109,7 @@ class ConstraintMaker:
         return constraints, healing
 
     def _grammar_end_ids(self, params: Params, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Return the ids that end a grammar's text. A stop id that spells text is an ordinary token to the grammar."""
+        """Return the ids to end a grammar's text. A stop id with a text is an ordinary token to the grammar."""
         return eos_ids | {token for token in params.stop_ids if not self.vocabulary_index.added_bytes(token)}
 
     def _make_answer_constraint(

@@ -52,7 +52,7 @@ class GrammarConstraint(Constraint):
 
     Args:
         matcher: a matcher in its state at the start of the generated text, after ``prompt_length`` tokens of prompt.
-        end_ids: ids that end the text when the grammar is satisfied; the matcher's own end id is ``matcher_end_id``.
+        end_ids: ids to end the text when the grammar is satisfied; the matcher's own end id is ``matcher_end_id``.
         vocab_size: size of the vocabulary.
         unique_items: prevents equal items in arrays with unique items.
         cursor: the position in the JSON text; needed with ``unique_items``.
@@ -75,7 +75,7 @@ class GrammarConstraint(Constraint):
         self._mask_without_matcher_end = ~pack_mask([matcher_end_id], vocab_size)
         self._end_mask = pack_mask([token for token in end_ids if token < vocab_size], vocab_size)
         self._followed_sequence = Sequence()  # tokens known to be allowed
-        self._positions = [PositionCache(matcher, cursor=cursor)]  # one per token, and the first
+        self._positions = [PositionCache(matcher, cursor=cursor)]  # the start, then after each token
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray:
         answer_length = self._follow_tokens(tokens)
@@ -99,7 +99,7 @@ class GrammarConstraint(Constraint):
             matcher = self._matcher_at(answer_length)
             if token in self._end_ids:
                 return matcher.is_accepting()
-            # If bytes are forced but their encoding in tokens isn't, the mask is stricter than this.
+            # With forced bytes, the mask is stricter: it has only the next token of the tokenizer's own encoding.
             if not matcher.compute_ff_bytes():
                 return matcher.validate_tokens([token]) == 1
         return mask_contains(self.token_mask(tokens), token)
@@ -140,7 +140,7 @@ class GrammarConstraint(Constraint):
         return find_following_ids
 
     def _cut_before_repeat(self, answer_length: int, tokens: list[int]) -> list[int]:
-        """Return ``tokens`` up to the first that would duplicate an item."""
+        """Return ``tokens`` before the first duplicate item."""
         if not self._unique_items:
             return tokens
         cursor = self._positions[answer_length].cursor
@@ -199,7 +199,7 @@ class GrammarConstraint(Constraint):
                 self._positions[answer_length + 1].cursor = next_cursor
 
     def _matcher_at(self, answer_length: int) -> LLMatcher:
-        """Return the matcher at a position, copied from the nearest earlier one; the first and last are cached."""
+        """Return the matcher at a position, from the nearest earlier matcher; the first and the last are cached."""
         position_cache = self._positions[answer_length]
         if position_cache.matcher is None:
             nearest_length = next(
@@ -259,11 +259,11 @@ class GrammarCompiler:
         grammar_name: str = "grammar",
         generated_parts: abc.Sequence[bytes | int] = (),
     ) -> GrammarConstraint:
-        """Return the constraint that keeps the text after ``prompt_length`` tokens of prompt within ``grammar``.
+        """Return the constraint to keep the text after ``prompt_length`` tokens of prompt within ``grammar``.
 
         Args:
             grammar: a grammar made by ``grammar_conversion``.
-            end_ids: ids that end the text.
+            end_ids: ids to end the text.
             prompt_bytes: the bytes of the prompt inside the grammar's text.
             healed_bytes: bytes of the tokens removed from the prompt by healing. They are the end of ``prompt_bytes``
                 unless it is empty; then the text begins with them, and the grammar's text follows.
@@ -333,7 +333,7 @@ def prepend_to_grammar(grammar: str, prefix_bytes: bytes) -> str:
 def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple[int, LLTokenizer]:
     """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
-    Special tokens get names that no grammar can spell, so text that looks like one is encoded in ordinary tokens.
+    Special tokens get names beyond the reach of a grammar, so text like a special token is encoded in ordinary tokens.
     """
     random_mark = secrets.token_hex(8)
     unspellable_names = {
@@ -370,7 +370,7 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
 
 
 def rename_token(token: JsonObject, unspellable_names: dict[str, str]) -> JsonObject:
-    """Return an added token under its name in ``unspellable_names``, as a special token; unchanged if it has none."""
+    """Return an added token under its name in ``unspellable_names``, as a special token; unchanged without a name."""
     unspellable_name = unspellable_names.get(token["content"])
     return {**token, "content": unspellable_name, "special": True} if unspellable_name else token
 
@@ -384,9 +384,9 @@ def find_textless_tokens(tokenizer_json: JsonObject) -> list[JsonObject]:
 def replace_names_by_ids(
     grammar: str, ids_by_lark_name: dict[str, int], added_ids: dict[str, int]
 ) -> tuple[str, ItemTracks | None]:
-    """Return a grammar that refers to special tokens by id, because ``make_grammar_tokenizer`` has renamed them.
+    """Return a grammar with special tokens by id instead of name: ``make_grammar_tokenizer`` has renamed them.
 
-    Also returns the tracks of arrays with unique items, which llguidance's notation lacks.
+    Also returns the tracks of arrays with unique items, a part of the grammar missing in llguidance's notation.
 
     Args:
         ids_by_lark_name: ids of special tokens by their names in Lark.

@@ -25,7 +25,7 @@ MAX_CONVERSION_SECONDS = 5.0
 MAX_TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
 MAX_CONVERSION_BYTES = 1_000_000_000
 MAX_SPECIAL_TOKENS = 50  # named in a grammar
-NUMBERED_TOKEN_COUNT = 300_000  # empty tokens added for a grammar that refers to tokens by id
+NUMBERED_TOKEN_COUNT = 300_000  # empty tokens to add for a grammar with token ids
 MAX_FORCED_BYTES = 200_000  # llguidance finds forced bytes in one step, holding Python's lock, at 1.5 us each
 WALK_COUNT, MAX_WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END_ERROR = "NoExtension"  # prefix of llguidance's error at a dead end
@@ -160,7 +160,7 @@ def find_faulty_tool(request: JsonObject, problem: str) -> str:
 
 
 def find_grammar_problem(grammar: str) -> str:
-    """Return what is wrong with a refused grammar, to follow its name in the message; "" for a good grammar."""
+    """Return the problem of a refused grammar, to follow its name in the message; "" for a good grammar."""
     special_tokens = [*json.loads(grammar).get(TOKEN_NAMES_KEY, ())]
     while True:
         tokenizer = ByteTokenizer(special_tokens, NUMBERED_TOKEN_COUNT if "<[" in grammar else 0)

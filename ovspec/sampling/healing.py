@@ -1,6 +1,6 @@
-"""Token healing: the end of a prompt is generated again, so that a token may extend past it.
+"""Token healing: generate the end of a prompt again, to allow a token across the prompt's end.
 
-A model trained on ``://`` as one token rarely continues with ``//`` after the token ``:``. So the last tokens are
+A model trained on ``://`` as a single token rarely continues with ``//`` after the token ``:``. So the last tokens are
 removed, and the generated text must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
 """
 
@@ -25,8 +25,8 @@ def count_healable_tokens(
 ) -> int:
     """Return how many tokens at the end of ``prompt_ids``, (n,) int64, to generate again.
 
-    This is the largest number for which a longer token begins with all their bytes. They must not include a token
-    before ``first_healable`` or an empty token, and must not have more than ``max_bytes``. With ``whole_characters``,
+    It is the largest number of tokens such that a longer token begins with all their bytes. They must not include a
+    token before ``first_healable`` or an empty token, and have at most ``max_bytes`` bytes. With ``whole_characters``,
     they must not begin inside a character.
     """
     healable_count = 0
@@ -66,7 +66,7 @@ class Healing(Constraint):
             sequence.commit(self._bos_ids)
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
-        # Each token has at least one byte, so at most as many tokens as bytes can matter.
+        # Each token has a byte or more, so at most as many tokens as bytes can matter.
         generated_bytes = self._vocabulary.join_bytes(
             tokens[self.kept_length : self.kept_length + len(self.removed_bytes)]
         )

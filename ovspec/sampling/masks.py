@@ -12,7 +12,7 @@ _ADDENDS_BY_BYTE = np.where(_BITS_BY_BYTE, np.float32(0), np.float32(-np.inf))
 
 
 def pack_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return a mask, (ceil(vocab_size / 8),) uint8, with these ids' bits set; bit i of byte j is the id 8 j + i."""
+    """Return the mask of ``token_ids``, (ceil(vocab_size / 8),) uint8; bit i of byte j is for id 8 j + i."""
     bits = np.zeros(vocab_size, dtype=np.uint8)
     bits[np.fromiter(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little")

@@ -45,9 +45,9 @@ class DraftedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class TrimmedVocabulary:
-    """The draft's ids, if it has only some of the target's.
+    """The ids of a draft with a part of the target's vocabulary.
 
-    target_ids: the target's id of each of the draft's logits, (n,) int64. target_width: width of the target's logits.
+    target_ids: the target's id of each logit of the draft, (n,) int64. target_width: width of the target's logits.
     """
 
     target_ids: np.ndarray
@@ -84,12 +84,12 @@ class ThreadStopwatch:
         return counted_seconds
 
 
-# For each proposed token, the distribution it was drawn from; None if the tokens weren't drawn.
+# By proposed token, the distribution it was drawn from; None if the tokens weren't drawn.
 Distributions = list[WarpedLogits] | None
 
 
 class Sampler(Protocol):
-    """Chooses the tokens of one row."""
+    """Chooses the tokens of a row."""
 
     constraints: Constraints
     stopwatch: ThreadStopwatch  # runs while the row's tokens are forced, drafted and chosen
@@ -97,7 +97,7 @@ class Sampler(Protocol):
     def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
-        """Return the tokens to commit, (n,) int64: the accepted tokens and, unless the last ends the text, one more.
+        """Return the tokens to commit, (n,) int64: the accepted tokens, then another token unless the text has ended.
 
         ``logits`` (n + 1, vocab) float32 are the target's after ``sequence`` and after each of ``proposed`` (n,) int64.
         """
@@ -200,7 +200,7 @@ def require_token(drafted_token: DraftedToken | None) -> int:
 
 
 class SharedNoiseSampler(ComparingSampler):
-    """Draws with noise that depends only on seed, sample (number of the text) and position, for the draft too."""
+    """Draws with noise from seed, sample (the text's number) and position alone; the draft draws with the same."""
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
         super().__init__(constraints)

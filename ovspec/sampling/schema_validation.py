@@ -1,4 +1,4 @@
-"""Checks finished texts against their JSON schemas, in a separate process if that may take long."""
+"""Checks finished texts against their JSON schemas, in a separate process if the check may take long."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ovspec.grammars.response_format import unwrap_response_format
 
 MAX_VALIDATION_SECONDS = 5.0
 MAX_VALIDATION_BYTES = 1_000_000_000
-# These take longer than the sizes of the schema and the text suggest: regular expressions (their search can't be
-# interrupted), references, and keywords that compare items or check parts again.
+# Keywords slower than the sizes of schema and text suggest: regular expressions (an uninterruptible search),
+# references, comparisons of items, and repeated checks of parts.
 SLOW_KEYWORDS = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MAX_ERRORS = 20
 MAX_DIRECT_SIZE = 10_000_000  # schema characters times text characters, at most, for a check in this process
@@ -80,7 +80,7 @@ def answer_validation_request(request: JsonObject) -> JsonObject:
         # With this registry, references are never downloaded.
         validator = validator_class(schema, registry=REGISTRY)
         errors = sorted(validator.iter_errors(instance), key=lambda error: error.json_path)
-    except Exception as error:  # anything that a schema or Python's regular expressions can raise
+    except Exception as error:  # a schema, or Python's regular expressions, may raise anything
         return {"unusable": str(error).partition("\n")[0][:200] or type(error).__name__}
     return {
         "errors": [f"{format_json_pointer(error.absolute_path)}: {error.message:.300}" for error in errors[:MAX_ERRORS]]

@@ -24,7 +24,7 @@ TEXT_PARAMETERS_KEY = "strings"  # tool -> the parameters written as text withou
 ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING = b"c", b"C"
 ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING = b"o", b"O"
 SPACE_AFTER_THINKING = "/[ \\t\\n]{1,4}/"
-# Keywords that say nothing about an object's properties, for schemas without properties.
+# Keywords without a statement about an object's properties, for schemas without properties.
 SILENT_KEYWORDS = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"}
 
 
@@ -34,9 +34,9 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
     Args:
         source: "format": the name of the tool format; "tools": {"name", "parameters"} of the tools allowed;
             "parallel": whether several calls are allowed; "reading": fields of ``json_schema.SchemaOptions``;
-            "tokens": the tags that are tokens; "header": the text allowed after thinking, "" for white space, null
-            without thinking; "other": the grammar of answers without calls, or null for none; "text": the tag in front
-            of such an answer.
+            "tokens": the tags with a token of their own; "header": the text allowed after thinking, "" for white space,
+            null without thinking; "other": the grammar of answers without calls, or null for none; "text": the tag in
+            front of such an answer.
         label: the tools' name in messages.
 
     Raises:
@@ -79,7 +79,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
 
 
 def make_parameter_layout(tool_format: ToolFormat, token_names: dict[str, str]) -> ParameterExpressions | None:
-    """Return the texts around arguments written one by one; None if they form one JSON object."""
+    """Return the texts around separately written arguments; None if all arguments are a single JSON object."""
     parameters = tool_format.parameters
     if not parameters:
         return None
@@ -166,7 +166,7 @@ def write_call(call_parts: Sequence[str], tool_name: str, grammar_name: str, tok
 
 
 def write_literal(text: str, token_names: dict[str, str]) -> str:
-    """Return the expression of ``text``; ``token_names``: names of the tokens that may be in it."""
+    """Return the expression of ``text``; ``token_names``: names of tokens possible in it."""
     text_parts = split_at_tokens(text, token_names)
     return " ".join(
         text_part if text_part in token_names else json.dumps(text_part, ensure_ascii=False) for text_part in text_parts

@@ -1,6 +1,6 @@
-"""Finds the tokens that would duplicate an item in a JSON array with unique items.
+"""Finds the tokens leading to a duplicate item in a JSON array with unique items.
 
-A grammar has no memory of the items, so it can't do this. The text is also followed here, byte by byte.
+A grammar has no memory of the items, so it can't prevent duplicates. So the text is also parsed here, byte by byte.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ovspec.grammars.json_schema.item_tracks import ItemTracks
 from ovspec.grammars.json_schema.shapes import search_pattern
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 
-# A token -> (the tokens that a grammar allows after it, the same function for that position).
+# A token -> (the tokens allowed after it by the grammar, the same function for the position after it).
 FollowingIds = Callable[[int], tuple[list[int], "FollowingIds"]]
 ITEM_CLOSERS = re.compile(rb"[\]},\s]")
 MAX_SEARCH_STEPS = 400  # tokens looked ahead for a mask
@@ -127,7 +127,7 @@ class JsonCursor:
 
 
 class UniqueItems:
-    """Follows texts of one schema.
+    """Follows the texts of a schema.
 
     Args:
         tracks: where the arrays with unique items may be.
@@ -202,9 +202,9 @@ class UniqueItems:
             if not repeat_search.steps_left:
                 return False
             repeat_search.steps_left -= 1
-            repeat_search.dead_end_by_item[repeated_item] = True  # a path back to itself only is a dead end
+            repeat_search.dead_end_by_item[repeated_item] = True  # if all paths return here, it is a dead end
             following_ids, find_next_ids = find_following_ids(token)
-            # White space leads nowhere that other tokens don't.
+            # White space opens no paths beyond the other tokens' paths.
             following_ids = [token_id for token_id in following_ids if (self._vocabulary[token_id] or b"x").strip()]
             repeat_search.dead_end_by_item[repeated_item] = bool(following_ids) and all(
                 self._leads_nowhere(next_cursor, token_id, find_next_ids, repeat_search) for token_id in following_ids

@@ -1,4 +1,4 @@
-"""A vocabulary's tokens sorted by their bytes, to find tokens that begin with, or belong to, a text."""
+"""A vocabulary's tokens sorted by their bytes, for searches by prefix or content."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class VocabularyIndex:
         return next_index < len(self._sorted_bytes) and self._sorted_bytes[next_index].startswith(prefix)
 
     def ids_compatible_with(self, text: bytes) -> list[int]:
-        """Return the ids of tokens that begin with ``text``, or that ``text`` begins with."""
+        """Return the ids of tokens with the prefix ``text``, and of prefixes of ``text``."""
         return self.ids_of_prefixes(text[:-1]) + self.ids_with_prefix(text)
 
     def ids_of_prefixes(self, text: bytes) -> list[int]:
-        """Return the ids of the tokens that ``text`` begins with."""
+        """Return the ids of tokens equal to a prefix of ``text``."""
         prefix_ids: list[int] = []
         for prefix_length in range(1, len(text) + 1):
             first_index = bisect.bisect_left(self._sorted_bytes, text[:prefix_length])
             if first_index == len(self._sorted_bytes) or not self._sorted_bytes[first_index].startswith(
                 text[:prefix_length]
             ):
-                break  # no token begins with this prefix or a longer one
+                break  # no token begins with this or a longer prefix
             prefix_ids += self._sorted_ids[first_index : bisect.bisect_right(self._sorted_bytes, text[:prefix_length])]
         return prefix_ids
 
@@ -50,7 +50,7 @@ class VocabularyIndex:
         return self._sorted_ids[first_index:last_index]
 
     def ids_containing(self, text: bytes) -> list[int]:
-        """Return the ids of tokens that contain ``text``, valid UTF-8."""
+        """Return the ids of tokens with ``text`` in them; ``text`` must be valid UTF-8."""
         joined_bytes, token_starts = self._joined_tokens
         containing_ids: list[int] = []
         match_position = joined_bytes.find(text)

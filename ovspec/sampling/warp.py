@@ -14,9 +14,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.params import SamplingParams
 
-RARE_TOKEN_SHARE = (
-    1e-3  # tokens less likely than this share of the most likely token's probability rarely matter for top-p
-)
+RARE_TOKEN_SHARE = 1e-3  # less likely tokens, relative to the most likely token, rarely matter for top-p
 MAXIMA_BLOCK_SIZE = 128  # size of blocks in the search for the largest logits
 NO_TOKEN_LEFT = "No token can follow: all are excluded, or the model's logits are NaN."
 
@@ -92,9 +90,9 @@ def select_positions(
 
 
 def find_smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
-    """Return indices of the smallest ``sort_keys`` (n,) whose ``weights`` (n,) sum to ``weight_limit``; ties stay.
+    """Return the indices of the smallest ``sort_keys`` (n,) with a sum of ``weights`` (n,) of ``weight_limit`` or more.
 
-    If there are many keys, only the bucket that reaches the limit is sorted.
+    Ties with the last key are included. If there are many keys, only the bucket at the limit is sorted.
     """
     bucket_members = np.arange(len(sort_keys))
     weight_before = 0.0

@@ -55,7 +55,7 @@ from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
-# Where an inference of two tokens takes at most this many times as long as the narrowest, lookup is the default.
+# If a forward pass over two tokens takes at most this many times as long as the narrowest, lookup is the default.
 MAX_FREE_PROPOSAL_COST = 1.1
 GPU_ARITHMETIC_NOTE = "fast, not exact on a GPU"
 LONG_PROBE_BYTES = 1e8  # bytes of weights from which probing is slow and announced in a note
@@ -74,10 +74,10 @@ class CompiledModel:
     proposals_are_free: bool = False  # verifying a token proposed for one text is almost free and changes no bit
     profile: str | None = None  # the setting chosen from a profile
     kl_divergence: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
-    verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the largest is a prompt
-    change_ms: float | None = None  # measured, added to an inference of another width than the last
-    next_layer: CompiledModel | None = None  # of a head: the layer for the token after its own
-    prefix_cache: PrefixCache | None = field(default=None, init=False, repr=False)  # of all decoders
+    verify_ms: dict[int, float] | None = None  # measured, per forward pass, by width in tokens; the largest: a prompt
+    change_ms: float | None = None  # measured, the additional time of a pass after a pass of another width
+    next_layer: CompiledModel | None = None  # for a head, the layer for the token after its own
+    prefix_cache: PrefixCache | None = field(default=None, init=False, repr=False)  # shared by all decoders
 
     @property
     def is_head(self) -> bool:
@@ -105,7 +105,7 @@ class CompiledModel:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the same inferences yield the same bits; a GPU replaces kernels in the background."""
+        """Whether repeated forward passes yield the same bits; on a GPU they may not: it replaces kernels meanwhile."""
         return self.arithmetic_note == "exact" or not may_use_gpu(self.ir.device)
 
     def make_decoder(
@@ -134,7 +134,7 @@ class CompiledModel:
             lambda feed_rule: self.make_decoder(feed_rule=feed_rule), self.engine, self.ir.logits_width, trial
         )
         if self.ir.config.rope_switch_length and exactness.rule and exactness.rule.most:
-            # A text is recomputed where its frequencies change, in a single inference.
+            # At the change of frequencies a text is recomputed in a single forward pass, against the rule.
             return replace(exactness, rule=None, differing=exactness.positions)
         return exactness
 
@@ -164,12 +164,12 @@ def load_compiled_model(
 ) -> CompiledModel:
     """Compile the model in ``folder`` for an engine; "auto" takes paged if it agrees with stateful.
 
-    With exact arithmetic, the first load probes for a rule that gives every token the same bits. Raises OvspecError
-    like ``compile_ir``, or if the engine can't run this model.
+    With exact arithmetic, the first load probes for a ``FeedRule``. Raises OvspecError like ``compile_ir``, or if the
+    engine can't run this model.
 
-    ``arithmetic``: None is exact on a CPU, and fast where a GPU may compute.
+    ``arithmetic``: None is exact on a CPU, and fast if a GPU may be used.
 
-    ``head``: the folder of a head that reads the model's features; see ``load_model_giving_features``.
+    ``head``: the folder of a head on the model's features; see ``load_model_giving_features``.
     """
     if arithmetic != "fast" and may_use_gpu(options.device):
         model = load_compiled_model(folder, options, engine, "fast", head)
@@ -219,7 +219,7 @@ def load_model_giving_features(
 ) -> CompiledModel:
     """Load a model that computes features for ``head``; it is exact only if the features change no bit.
 
-    A value that is also an output may be computed by other kernels. This is tested once, and cached.
+    As an output, a value may be computed by other kernels. This is tested once, and cached.
     """
     if arithmetic == "fast" or (not arithmetic and may_use_gpu(options.device)):
         return load_compiled_model(folder, options, engine, arithmetic, head)
@@ -272,8 +272,8 @@ def load_with_arithmetic(
 ) -> CompiledModel:
     """Load by the rule of exact arithmetic: in the default precision or, if it has none, in f32.
 
-    ``compile_model`` compiles with these options, and with or without a second query for a token. A model without an
-    exact rule is loaded as for fast arithmetic.
+    ``compile_model``: (options, whether to add a second query per token) -> compiled model. A model without an exact
+    rule is loaded as for fast arithmetic.
     """
     if arithmetic == "fast":
         return compile_model(options, False)
@@ -289,7 +289,7 @@ def load_with_arithmetic(
             exactness = saved_exactness or probe_and_save_exactness(model, folder, tried_options)
             if exactness.is_exact:
                 if two_queries != exactness.needs_two_queries:
-                    del model  # memory may hold the model only once
+                    del model  # memory may be too small for two copies of the model
                     model = compile_model(tried_options, False)
                 model.adopt_exactness(exactness)
                 return model

@@ -1,4 +1,4 @@
-"""Compare a model's engines in a separate process: ``paging.py`` starts this file where a crash is possible.
+"""Compare a model's engines in a separate process: ``paging.py`` starts this file if a crash is possible.
 
 It has two arguments: the model's folder, and the device options as JSON. It prints the result as JSON.
 """

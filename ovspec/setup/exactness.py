@@ -1,4 +1,4 @@
-"""Find out by trial how to feed tokens so that each has the same bits; no machine or device is trusted."""
+"""Find the ``FeedRule`` of exact arithmetic by trial; no machine or device is trusted."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ovspec.setup.rollback_probing import find_findings_file
 class Exactness:
     """The result of probing for a rule of exact arithmetic."""
 
-    rule: FeedRule | None  # how to feed tokens; None if no rule gives every token the same bits
-    positions: int  # number probed by the rule, or by the strictest rule tried
+    rule: FeedRule | None  # how to feed tokens; None if no rule is exact
+    positions: int  # number of positions probed with the rule, or else with the strictest rule tried
     differing: int  # number of positions with other bits
-    guess: float = 1.0  # time of an inference with one proposed token, relative to a single token's
+    guess: float = 1.0  # time of a forward pass with a proposed token, relative to a pass without
     tried: dict[str, int] = field(default_factory=dict)  # probed rules -> positions with other bits
 
     @property
@@ -47,7 +47,7 @@ class Exactness:
 
 @dataclass(frozen=True)
 class ExactnessTrial:
-    """The texts for probing: a context of each of ``context_lengths``, followed by pieces of ``widths`` tokens."""
+    """The texts for probing: for each of ``context_lengths``, a context, then pieces of ``widths`` tokens."""
 
     context_lengths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -55,29 +55,29 @@ class ExactnessTrial:
 
 
 MakeDecoder = Callable[[FeedRule], Decoder]
-# Beyond one block of a paged cache. A first load has no time for more.
+# Longer than a block of a paged cache. A first load has no time for more.
 SHORT_TRIAL = ExactnessTrial((40,), (1, 2, 1, 1, 3, 8, 1))
-# Also shorter than one block, and, if possible, with more blocks than threads.
+# Also shorter than a block, and, if possible, with more blocks than threads.
 FULL_TRIAL = ExactnessTrial((20, 70, 600), tuple(range(1, 18)), (2, 9))
 EXACTNESS_PROBE_VERSION = "9"  # a new version invalidates cached findings
-# Tokens and logits of the inferences for comparison with narrower and wider ones, and the strictest rule's minimum.
+# Tokens and logits of the reference passes, to compare narrower and wider passes with; also the strictest minimum.
 PIECE_LENGTH = 16
 MIN_COUNTS_TO_TRY = (1, 2, 3, 4, 5, 6, 8, 10, 12, PIECE_LENGTH)  # minimum tokens and minimum logits to try
-# Single tokens to feed before their bits count as equal: 16 bits hide most differences until one is in the cache.
+# Single tokens to feed before their bits count as equal: 16 bits hide most differences until the cache has one.
 SINGLE_TOKEN_COUNT = 64
 SINGLE_TOKEN_COUNT_FOR_LOGITS = 8  # enough if only the lm_head differs: no rounding hides its differences
-# Widths tried until one differs. If none does, there is no bound; a first load has no time for larger widths.
+# Widths to try up to the first difference. Without a difference there is no bound; a first load has no time for more.
 RISING_WIDTHS = (64, 96, 256)
-FALLING_WIDTHS = (48, 32)  # tried if the first of these differs; smaller bounds would make prefill too slow
-# Rules without a bound. Attention has a separate kernel for a single query everywhere; where its bits seem the same,
+FALLING_WIDTHS = (48, 32)  # tried if the first rising width differs; smaller bounds would make prefill too slow
+# Rules without a bound. On all machines attention has a separate kernel for a single query; if its bits seem the same,
 # rounding to 16 bits has hidden later differences.
 STRICTEST_RULES = {
     "paged": FeedRule(queries=2, fewest=PIECE_LENGTH, fewest_logits=PIECE_LENGTH),
     "stateful": FeedRule(first_apart=True, rows_apart=True, fewest_logits=PIECE_LENGTH),
 }
-TIMED_INFERENCES = 5  # inferences of each width
-# A GPU has separate attention kernels for prompts without a past, for rows of a single token, and for long inferences.
-# These rules avoid them, the cheapest first.
+TIMED_INFERENCES = 5  # timed forward passes per width
+# A GPU has separate attention kernels for prompts without a past, rows with a single new token, and wide forward
+# passes. These rules avoid them, cheapest rule first.
 GPU_RULES = tuple(
     FeedRule(fewest=fewest, most=most_tokens, first_apart=True, fewest_logits=fewest, rounded=True)
     for fewest, most_tokens in ((2, 64), (8, 64), (16, 32), (16, 16))
@@ -88,7 +88,7 @@ GPU_TRIAL = ExactnessTrial((40, 600), SHORT_TRIAL.widths, (2, 9))
 def find_exactness(
     make_decoder: MakeDecoder, engine: str, vocab_size: int, trial: ExactnessTrial = SHORT_TRIAL
 ) -> Exactness:
-    """Find the cheapest rule that gives every token the same bits.
+    """Find the cheapest exact rule: every token then has the same bits, however its text is divided.
 
     ``make_decoder`` makes a decoder with a feed rule. Random ids are below ``vocab_size``.
     """
@@ -108,7 +108,7 @@ def find_exactness(
     feed_rule = find_cheapest_rule(make_decoder, strictest_rule, probe_ids)
     exactness = probe_rule(feed_rule)
     if not exactness.is_exact and feed_rule != strictest_rule:
-        exactness = probe_rule(strictest_rule)  # if it isn't exact, neither is a weaker rule
+        exactness = probe_rule(strictest_rule)  # if it isn't exact, weaker rules aren't, either
         if exactness.is_exact:
             stricter_rules = list_stricter_rules(feed_rule, strictest_rule)
             exactness = next(
@@ -119,14 +119,14 @@ def find_exactness(
                 ),
                 exactness,
             )
-    # A rule may make any inference compute more tokens; the stateful engine proposes nothing by default.
+    # With a higher minimum, a proposed token costs nothing; and the stateful engine proposes nothing by default.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=measure_two_token_time_ratio(make_decoder(exactness.rule), probe_ids))
     return replace(exactness, tried=differing_by_rule)
 
 
 def find_exactness_on_gpu(make_decoder: MakeDecoder, vocab_size: int, trial: ExactnessTrial = GPU_TRIAL) -> Exactness:
-    """Find the rule that gives every token the same bits on a GPU, with the paged engine; see ``GPU_RULES``."""
+    """Find the cheapest exact rule for the paged engine on a GPU; see ``GPU_RULES``."""
     differing_by_rule: dict[str, int] = {}
 
     def probe_rule(feed_rule: FeedRule) -> Exactness:
@@ -143,10 +143,10 @@ def find_exactness_on_gpu(make_decoder: MakeDecoder, vocab_size: int, trial: Exa
 
 
 def wait_for_gpu_kernels(decoder: Decoder, vocab_size: int) -> None:
-    """Run an inference of every width within ``decoder``'s rule, and wait until a GPU has compiled their kernels.
+    """Run a forward pass of every width within ``decoder``'s rule, and wait until a GPU has compiled their kernels.
 
-    A GPU computes a new width with a general kernel, and replaces it once a special kernel has been compiled in the
-    background; the two round differently.
+    For a new width, a GPU first uses a general kernel, compiles a special kernel in the background, and then switches
+    to it; the two round differently.
     """
     feed_rule = decoder.rule
     probe_ids = draw_probe_ids(decoder, vocab_size)[: feed_rule.most]
@@ -179,13 +179,13 @@ def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Pa
 
 
 def draw_probe_ids(decoder: Decoder, vocab_size: int) -> np.ndarray:
-    """Return random ids, enough for the widest inference to try, or for the whole context."""
+    """Return random ids, enough for the widest forward pass to try, or for the whole context if it is shorter."""
     max_width = min(RISING_WIDTHS[-1], decoder.context_length or RISING_WIDTHS[-1])
     return np.random.default_rng(0).integers(0, vocab_size, max_width)
 
 
 def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
-    """Return the maximum number of tokens of ``probe_ids`` in an inference; None for all, 0 for too few."""
+    """Return the maximum exact number of tokens in a forward pass; None for no maximum, 0 if it is too small."""
     narrow_decoder = decoder.fork()
     expected_hashes: list[bytes] = []
 
@@ -213,7 +213,7 @@ def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
 
 
 def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_ids: np.ndarray) -> FeedRule:
-    """Return the rule with the fewest tokens and logits that still seems to have the ``strictest_rule``'s bits."""
+    """Return the rule with the fewest tokens and logits, and apparently still the ``strictest_rule``'s bits."""
     decoder = make_decoder(strictest_rule)
     context_length = min(PIECE_LENGTH, len(probe_ids))
     probe_ids = probe_ids[: PIECE_LENGTH + SINGLE_TOKEN_COUNT + sum(range(PIECE_LENGTH))]
@@ -225,7 +225,7 @@ def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, prob
     ]
 
     def lower_rule_counts(feed_rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
-        """Return ``feed_rule`` with the smallest count in these fields, the same for all, that keeps the bits."""
+        """Return ``feed_rule`` with the smallest count in these fields, the same for all, without changing bits."""
         count_so_far = min(getattr(feed_rule, count_name) for count_name in count_names)
         for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
             lesser_rule = replace(feed_rule, **dict.fromkeys(count_names, min_count))
@@ -254,7 +254,7 @@ def list_stricter_rules(feed_rule: FeedRule, strictest_rule: FeedRule) -> Iterat
 def has_expected_bits(
     decoder: Decoder, probe_ids: np.ndarray, context_length: int, widths: list[int], expected_hashes: list[bytes]
 ) -> bool:
-    """Return whether ids after the context have the expected bits when fed in pieces of these widths."""
+    """Return whether the ids after the context have the expected bits if fed in pieces of these widths."""
     decoder.reset(1)
     decoder.feed([probe_ids[:context_length]], [0])
     for width in widths:
@@ -270,14 +270,14 @@ def has_expected_bits(
 
 
 def measure_two_token_time_ratio(decoder: Decoder, probe_ids: np.ndarray) -> float:
-    """Return the time of an inference fed with two tokens, relative to a single token."""
-    min_seconds = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
+    """Return the time of a forward pass over two tokens, relative to a single token."""
+    min_seconds = {1: math.inf, 2: math.inf}  # the minimum, because a pass may be slow for many reasons
     context_length = min(RISING_WIDTHS[0], len(probe_ids) - 2)
     decoder.reset(1)
     decoder.feed([probe_ids[:context_length]], [0])
     for _ in range(TIMED_INFERENCES):
         for width in min_seconds:
-            for _ in range(2):  # the first inference of a new width takes longer
+            for _ in range(2):  # the first pass of a new width takes longer
                 decoder.truncate(0, context_length)
                 start_time = time.perf_counter()
                 decoder.feed([probe_ids[context_length : context_length + width]], [1])
@@ -362,7 +362,7 @@ class FeedRuleProber:
         yield from self.feed_pieces(widths)
 
     def feed_after_rollbacks(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
-        """The same with rejected tokens before each piece, in a fork rewound into the context first."""
+        """Feed pieces, each after rejected and rolled-back tokens, in a fork first rewound into the context."""
         self.feed_context()
         fork = self.decoder.fork()
         fork.truncate(0, min(max(1, self.pieces_start - 8), len(fork.rows[0])))  # a fork may be empty
@@ -384,7 +384,7 @@ class FeedRuleProber:
         while position < len(self.probe_ids):
             free_counts = [
                 len(self.probe_ids) - len(decoder_row) for decoder_row in self.decoder.rows
-            ]  # the text may fill the context
+            ]  # junk only up to the end of the context
             pieces = [
                 self.draw_random_ids(min(free_count, int(self.generator.integers(0, 6)))) for free_count in free_counts
             ]
@@ -409,7 +409,7 @@ class FeedRuleProber:
                 self.decoder.feed([random_ids], [len(random_ids)])
                 self.decoder.truncate(0, position)
                 missing_ids = self.probe_ids[len(self.decoder.rows[0]) : position]
-                if len(missing_ids):  # recurrent states are restored from an earlier snapshot
+                if len(missing_ids):  # recurrent states went back further, to an earlier snapshot
                     self.decoder.feed([missing_ids], [0])
             piece = self.probe_ids[position : position + width]
             yield position, self.decoder.feed([piece], [len(piece)])[0]

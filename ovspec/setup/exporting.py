@@ -204,7 +204,7 @@ def is_outdated(old_model: StoredModel, new_record: ModelRecord, new_manifest: M
 
 @contextlib.contextmanager
 def end_by_exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by an exit, with cleanup; works only in the main thread."""
+    """Let SIGTERM end the process by SystemExit, with cleanup; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Checksums and settings by which session files and certificates recognise a model and its configuration."""
+"""Checksums and settings to recognise a model and its configuration, for session files and certificates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
-# Number of weight samples hashed to tell models apart.
+# Number of samples of the weights to hash.
 HASHED_PIECES = 256
 HASHED_PIECE_BYTES = 4096
-# The OpenVINO properties that affect a model's logits.
+# The OpenVINO properties with an effect on a model's logits.
 NUMERIC_PROPERTIES = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
@@ -60,14 +60,14 @@ def list_model_files(path: Path) -> list[Path]:
 
 
 def compute_files_revision(path: Path) -> str:
-    """Return a checksum that changes when a model file is added, removed or written, without reading the files."""
+    """Return a checksum of a model's files by names, sizes and times: it changes with every change of a file."""
     files = [(file.name, file.stat()) for file in list_model_files(path) if file.exists()]
     status_text = repr([(name, file_status.st_size, file_status.st_mtime_ns) for name, file_status in files])
     return hashlib.sha256(status_text.encode()).hexdigest()[:40]
 
 
 def hash_prompt_files(folder: Path) -> str:
-    """Return a checksum of the files that affect a prompt's tokens and a text's end."""
+    """Return a checksum of the files with an effect on a prompt's tokens and a text's end."""
     checksum = hashlib.sha256()
     template_names = sorted(f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja"))
     for name in (CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, "generation_config.json", "config.json", *template_names):
@@ -76,12 +76,12 @@ def hash_prompt_files(folder: Path) -> str:
 
 
 def hash_model_folder(folder: Path) -> str:
-    """Return a checksum of the files in a folder that affect a text."""
+    """Return a checksum of the files in a folder with an effect on texts."""
     return hashlib.sha256(f"{hash_model_and_tokenizer(folder)} {hash_prompt_files(folder)}".encode()).hexdigest()[:32]
 
 
 def read_arithmetic_properties(model: CompiledModel) -> dict[str, str]:
-    """Return the OpenVINO properties of a model that affect its logits."""
+    """Return a model's OpenVINO properties with an effect on its logits."""
     compiled_model = model.ir.compiled_model
     supported_properties = set(compiled_model.get_property("SUPPORTED_PROPERTIES"))
     property_names = [name for name in NUMERIC_PROPERTIES if name in supported_properties]
@@ -89,7 +89,7 @@ def read_arithmetic_properties(model: CompiledModel) -> dict[str, str]:
 
 
 def describe_cache_setting(model: CompiledModel) -> str:
-    """Return the engine, device and settings that affect the values in a model's cache."""
+    """Return the engine, device and settings with an effect on the values in a model's cache."""
     properties = [f"{name}={value}" for name, value in read_arithmetic_properties(model).items()]
     platform_text = f"{describe_instruction_set()} OpenVINO {ov.get_version()}"
     return " ".join([model.engine, model.arithmetic, model.ir.device, *properties, platform_text])

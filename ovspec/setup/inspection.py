@@ -30,7 +30,7 @@ WEIGHT_FORMAT_NAMES = {
     "u4": "int4",
 }
 
-# How requests continue with copied states; all CPUs do so correctly.
+# Which requests continue correctly with copied states; on CPUs, all do.
 STATE_COPY_NOTES = {
     "any": "",
     "run": ", copied states only in a request that has run",
@@ -130,7 +130,7 @@ def compute_weight_format_shares(folder: Path) -> tuple[int, dict[str, float]]:
 
 
 def format_inspection(name: str, facts: JsonObject) -> list[str]:
-    """Return the lines of ``ovspec inspect`` for one model."""
+    """Return the lines of ``ovspec inspect`` for a model."""
     shares_text = ", ".join(
         f"{weight_format} {weight_share:.1%}" for weight_format, weight_share in facts["weights"].items()
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 class KnownPair:
     """Hub ids of a target, and of a draft with the same vocabulary or an EAGLE-3 head for it.
 
-    source, date: the public text that names the ids, and its date as YYYY-MM-DD.
+    source, date: a public text with the ids, and its date as YYYY-MM-DD.
     """
 
     name: str

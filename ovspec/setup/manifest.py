@@ -16,7 +16,7 @@ from ovspec.text.chat_template import TEMPLATES_FOLDER
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
 MANIFEST_FORMAT = 1
-# The files that determine a folder's text; its draft determines only the speed.
+# The files with an effect on texts; the draft affects only the speed.
 TEXT_DECIDING_FILES = (
     "openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin",
     "openvino_detokenizer.xml", "openvino_detokenizer.bin", "config.json", "generation_config.json", "tokenizer.json",
@@ -35,14 +35,14 @@ class ExportedFile:
 
 @dataclass
 class ExportedModel:
-    """One model of the pair."""
+    """A model of the pair."""
 
     source: str
     weight_format: str
     options: JsonObject
     states: list[JsonObject]  # each includes its axes
-    revision: str | None = None  # of the source: the hub's commit, or a checksum of a folder's files
-    versions: dict[str, str] = field(default_factory=dict)  # of packages, if different from the manifest's
+    revision: str | None = None  # the source's hub commit, or a checksum of its files
+    versions: dict[str, str] = field(default_factory=dict)  # package versions, if different from the manifest's
 
 
 @dataclass
@@ -82,7 +82,7 @@ def restore_backup(output: Path) -> None:
     """Undo a replacement killed between its two renames."""
     backup_folder = backup_path(output)
     if not output.exists() and has_manifest(backup_folder):
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process may have done it first
             backup_folder.rename(output)
 
 

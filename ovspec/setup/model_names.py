@@ -20,7 +20,7 @@ class ModelSource:
     """A source to export a model from.
 
     name: the absolute path of a folder or GGUF file, or a hub id without its revision.
-    revision: the requested revision of a hub id, None for its main branch; of a path a checksum of its files.
+    revision: the requested revision of a hub id, None for its main branch; for a path, a checksum of its files.
     """
 
     name: str
@@ -55,7 +55,7 @@ def is_ir(model: str | Path) -> bool:
 
 
 def find_model_source(model: str | Path) -> ModelSource | None:
-    """Return the source that a name refers to; None for an unknown name.
+    """Return the source of this name; None for an unknown name.
 
     An existing path takes precedence over a short name of ``ovspec export --list``, and a short name over a hub id.
 
@@ -80,7 +80,7 @@ def find_model_source(model: str | Path) -> ModelSource | None:
 
 
 def require_model_source(model: str | Path) -> ModelSource:
-    """Return the source that a name refers to; raises OvspecError for an unknown name."""
+    """Return the source of this name; raises OvspecError for an unknown name."""
     if source := find_model_source(model):
         return source
     raise OvspecError(

@@ -1,6 +1,6 @@
 """The store: models exported by name, in the folder ``models`` of the user's cache.
 
-Each has a folder with its record (``entry.json``), its export (``ir``) and a marker for each process that uses it
+Each model has a folder with its record (``entry.json``), its export (``ir``), and a marker for each process using it
 (``uses``). The folder is written under a temporary name and renamed when complete, so a killed process never leaves an
 incomplete model.
 """
@@ -43,8 +43,8 @@ class ModelRecord:
     """The source and options of an export in the store.
 
     source: the absolute path of a folder or GGUF file, or a hub id without its revision.
-    revision: the requested revision of a hub id, None for its main branch; of a path a checksum of its files.
-    draft: the source of the draft that was named with it.
+    revision: the requested revision of a hub id, None for its main branch; for a path, a checksum of its files.
+    draft: the source of the draft named at the export.
     """
 
     source: str
@@ -139,7 +139,7 @@ def find_stored_model(
     draft: str | None = None,
     needs_draft: bool = False,
 ) -> StoredModel | None:
-    """Return the stored model exported from a source, the last used of several; None if there is none.
+    """Return the model exported from a source, the most recently used if there are several; None without any.
 
     Args:
         source, revision: as in ``ModelRecord``; the revision may also be a hub commit.
@@ -260,7 +260,7 @@ def remove_model(folder: Path) -> None:
     except PermissionError:  # Windows' error for open files
         raise OvspecError(f"{folder.name}: its files are open in another program; stop this program first.") from None
     try:
-        check_unused(doomed_folder, folder.name)  # by a process that has just started
+        check_unused(doomed_folder, folder.name)  # a process may just have started to use it
     except OvspecError:
         doomed_folder.rename(folder)
         raise

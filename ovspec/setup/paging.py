@@ -29,14 +29,14 @@ from ovspec.setup.rollback_probing import find_findings_file
 
 # If a model's attention window has at most this many slots, the text for comparing the engines is longer than it.
 LONGEST_TESTED_WINDOW = 256
-# Bytes of weights up to which products are joined: OpenVINO keeps both the joined weights and its own form of them in
-# memory, and the larger a product, the less the number of products matters.
+# Products are joined in models up to this size: OpenVINO keeps the joined weights and its own form of them in memory,
+# and the larger a product, the less the number of products matters.
 MAX_JOINED_BYTES = 5e8
-# A GPU computes in 16 bits, so its logits differ from f32: by 0.045 of their standard deviation in tests, and by 0.5
-# and more where attention reads wrong keys.
+# A GPU computes in 16 bits, so its logits differ from f32: by 0.045 of their standard deviation in tests, but by 0.5
+# and more if attention reads wrong keys.
 MAX_GPU_NOISE = 0.1
 ENGINE_CHECK_VERSION = "2"  # a new version invalidates cached checks
-# The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
+# The properties with the least rounding. Models compiled with them are needed only briefly, so they are not cached.
 EXACT_PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "CACHE_DIR": "",
@@ -45,7 +45,7 @@ EXACT_PROPERTIES = {
 
 @dataclass(frozen=True)
 class PagedCheck:
-    """Whether the paged decoder can run a model, and why."""
+    """Whether the paged decoder can run a model, and the reason."""
 
     usable: bool
     reason: str
@@ -60,7 +60,7 @@ def compile_paged(
 
     ``two_queries``: whether to rewrite it for exact arithmetic by ``allow_several_queries_per_token`` and, if needed,
     ``split_wide_products``.
-    ``head``: the folder of a head that reads the model's features.
+    ``head``: the folder of a head on the model's features.
     """
 
     on_gpu = is_gpu(parse_device_option(options.device))
@@ -69,7 +69,7 @@ def compile_paged(
         if head:
             add_features_output(model, folder, head)
         advance_graph = rewrite_states_to_paged(model, on_gpu)
-        if on_gpu:  # which joins products itself
+        if on_gpu:  # the GPU plugin joins products itself
             return advance_graph
         if check_weights_file(folder / MODEL_FILE) <= MAX_JOINED_BYTES:
             join_products(model)
@@ -122,9 +122,9 @@ def check_paged_logits_in_process(folder: Path, options: DeviceOptions) -> Paged
 def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return whether the paged and the stateful decoder yield the same logits for the model in ``folder``.
 
-    Both run with the properties that round least, or with ``options`` if 16-bit weights widened to 32 bits would not
-    fit into memory; and one after the other, because memory may hold the model only once. A GPU runs the paged decoder
-    with ``options``, and the CPU the stateful decoder.
+    On a CPU, both run with the least rounding, or with ``options`` if 16-bit weights widened to 32 bits don't fit into
+    memory. On a GPU, the paged decoder runs with ``options``, and the stateful decoder runs on the CPU. They run one
+    after the other, because memory may be too small for two copies of the model.
     """
     on_gpu = is_gpu(parse_device_option(options.device))
     properties = EXACT_PROPERTIES

@@ -26,7 +26,7 @@ def load_target_and_draft(
 ) -> tuple[CompiledModel, CompiledModel | None]:
     """Return the target in ``folder``, and the draft model or head in ``draft``, if any.
 
-    ``tune``: use their profiles, and measure missing ones; a head has none.
+    ``tune``: use their profiles, and measure missing profiles; a head has no profile.
     """
     head = draft if draft and is_head_folder(draft) else None
     profile: Profile | None = None

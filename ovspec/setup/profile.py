@@ -68,25 +68,25 @@ class EngineSetting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Speed and accuracy of one setting on the built-in text, compared with f32 without dynamic quantisation."""
+    """Speed and accuracy of a setting on the built-in text, compared with f32 without dynamic quantisation."""
 
     setting: EngineSetting
-    verify_ms: dict[int, float]  # per inference after the text, by width in tokens
+    verify_ms: dict[int, float]  # per forward pass after the text, by width in tokens
     prefill_ms: float  # per token of the prompt
     kl: float  # mean KL divergence in nats
     top1: float  # share of positions with the same most probable token
-    change_ms: float = 0.0  # added to an inference of another width than the last
+    change_ms: float = 0.0  # additional time of a pass after a pass of another width
     # Share of probed positions with the same logits, to the bit, however the text was fed; None: not probed.
     invariance: float | None = None
-    rule: FeedRule | None = None  # of exact arithmetic, if probing found one
+    rule: FeedRule | None = None  # the rule of exact arithmetic, if found
 
     def inference_ms(self, width: int) -> float:
-        """Return the milliseconds of an inference fed with ``width`` tokens, by the rule of exact arithmetic."""
+        """Return the milliseconds of a forward pass fed with ``width`` tokens, by the rule of exact arithmetic."""
         min_tokens = self.rule.fewest if self.rule else 0
         return self.computation_ms(max(width, min_tokens))
 
     def computation_ms(self, width: int) -> float:
-        """Return the milliseconds of an inference that computes ``width`` tokens, timed or interpolated."""
+        """Return the milliseconds of a forward pass computing ``width`` tokens, timed or interpolated."""
         widths = sorted(self.verify_ms)
         return float(np.interp(width, widths, [self.verify_ms[width] for width in widths]))
 
@@ -95,7 +95,10 @@ class Measurement:
         return self.inference_ms(1)
 
     def compute_goal_cost_ms(self, goal: Goal) -> float:
-        """Return the ms to minimise for ``goal``, by default for a prompt of 256 tokens, 128 inferences of 2, 4, 8."""
+        """Return the milliseconds to minimise for ``goal``.
+
+        For "balanced" they are for a prompt of 256 tokens and 128 forward passes, a third each of 2, 4 and 8 tokens.
+        """
         if goal == "decode":
             return self.token_ms
         if goal == "prefill":
@@ -113,7 +116,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements of one kind of model on one machine."""
+    """Measurements of a kind of model on a machine."""
 
     goal: Goal
     full: bool  # False for a first load's short version
@@ -121,9 +124,9 @@ class Profile:
     seconds: float  # duration of the measurement
     reference: Measurement  # OpenVINO's default, the baseline for accuracy; in the short version measurements[0]
     measurements: list[Measurement]  # first the setting used without a profile; others must be clearly better
-    exactness: dict[int, Exactness] = field(default_factory=dict)  # of the chosen setting, by number of threads
+    exactness: dict[int, Exactness] = field(default_factory=dict)  # for the chosen setting, by number of threads
     price: float | None = None  # time per token in exact arithmetic, relative to fast arithmetic
-    formats_ms: dict[str, float] = field(default_factory=dict)  # of a product, by weight format; the model's is first
+    formats_ms: dict[str, float] = field(default_factory=dict)  # per product, by weight format; the model's is first
 
     def choose_measurement(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
         """Return the best measurement compatible with the user's options; None if there is none."""
@@ -224,9 +227,9 @@ def read_profile_json(folder: Path, options: DeviceOptions) -> str | None:
 
 
 def add_profiles_to_options(profiles: dict[Path, str | None], options: DeviceOptions) -> DeviceOptions:
-    """Return ``options`` that make models load with another machine's ``profiles``, in JSON by model folder.
+    """Return ``options`` to load models with another machine's ``profiles``, in JSON by model folder.
 
-    If this machine has other profiles, the new ones go to a separate cache.
+    If this machine has other profiles, the given profiles go to a separate cache.
     """
     if all(profile_text in (None, read_profile_json(folder, options)) for folder, profile_text in profiles.items()):
         return options

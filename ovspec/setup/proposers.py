@@ -23,9 +23,9 @@ from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_arithme
 from ovspec.setup.profile import Profile, load_model_with_profile
 from ovspec.setup.rollback_probing import find_findings_file
 
-# For a head's proposals, speed matters more than rounding: activations share a scale in larger groups than usual.
+# For a head's proposals speed matters more than rounding, so the quantisation groups of activations are larger.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
-# A draft computes a token and its logits twice if this takes at most this share of the time for once.
+# A draft computes each token twice if this takes at most this share of the time of a single computation.
 MAX_TWO_TOKEN_COST = 0.97
 TIMING_REPEATS = 12
 TIMING_CONTEXT_LENGTH = 16  # tokens in the cache during timing
@@ -54,7 +54,7 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     is_paged = on_target_device and target.engine == "paged"
     if is_paged:
         rewrite_to_paged(head_graph.model)
-    if not on_gpu:  # which joins products itself, and its compiled models can be read back
+    if not on_gpu:  # the GPU plugin joins products itself, and can read cached models back
         join_products(head_graph.model)
         properties["CACHE_DIR"] = ""
     ir = compile_graph(head_graph, folder, choose_crash_free_options(folder, replace(options, properties=properties)))
@@ -90,7 +90,7 @@ def refuse_ids_missing_in_target(draft_ids: np.ndarray | None, folder: Path, tar
 
 
 def choose_two_token_rule(proposing_model: CompiledModel, options: DeviceOptions) -> CompiledModel:
-    """Let a draft model or head compute at least two tokens if this is faster: products of one row may be slower.
+    """Let a draft model or head compute at least two tokens if this is faster: products of a single row may be slower.
 
     Timed once, and cached. On a GPU, token counts are rounded in any case.
     """
@@ -106,7 +106,7 @@ def choose_two_token_rule(proposing_model: CompiledModel, options: DeviceOptions
 
 @dataclass(frozen=True)
 class TwoTokenCost:
-    """The time of an inference of two tokens, relative to a single token."""
+    """The time of a forward pass over two tokens, relative to a single token."""
 
     cost: float
 

@@ -33,7 +33,7 @@ class ProbedRollback:
 
 
 def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
-    """Return the device, the properties that may affect rollback and OpenVINO's version, as one string."""
+    """Return a string of the device, OpenVINO's version, and the properties with a possible effect on rollback."""
     affecting_properties = sorted(pair for pair in properties.items() if pair[0].endswith(ROLLBACK_PROPERTIES))
     openvino_version = ov.get_version().split("-")[0]
     return " ".join(
@@ -42,7 +42,7 @@ def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
 
 
 def probe_rollback(ir: CompiledIR) -> ProbedRollback:
-    """Find a rollback that leaves no trace: feed junk after a prefill, roll back, continue, compare with a clean run.
+    """Find a rollback without a trace: feed junk after a prefill, roll back, continue, compare with a clean run.
 
     Tries masking first, then trimming. Raises OvspecError if neither restores the clean run's logits, or if these
     are not numbers.
@@ -61,7 +61,7 @@ def probe_rollback(ir: CompiledIR) -> ProbedRollback:
 
 
 def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
-    """Return whether junk leaves no trace in the logits once it is rolled back."""
+    """Return whether junk leaves no trace in the logits after its rollback."""
     text_ids, junk_ids = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
 
@@ -75,7 +75,8 @@ def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
     regrouped_logits = run_pieces(text_ids[:7], text_ids[7:12], text_ids[12:])
     decoder.reset(1)
     decoder.feed([text_ids[:10]], [10])
-    # Where slots are freed, twice to the same shapes, which a GPU exploits. Masked slots would leave a window.
+    # If slots are freed, roll back twice to the same shapes, to test a GPU's reuse of states. With masking, more dead
+    # slots would exceed a sliding window.
     rejected_pieces = [junk_ids]
     if rollback.kv != "mask":
         rejected_pieces.append(junk_ids[::-1])
@@ -85,13 +86,13 @@ def restores_clean_run(ir: CompiledIR, rollback: RollbackMethod) -> bool:
     rolled_back_logits = decoder.feed([text_ids[len(decoder.rows[0]) :]], [1])[0]
     if not np.isfinite(clean_logits).all():
         raise OvspecError(f"{ir.folder}: its logits are NaN or infinite on {ir.device}; export the model again.")
-    # Feeding the same text in other pieces changes the logits by rounding; a rollback may change them as much.
+    # Feeding the same text in other pieces changes the logits by rounding; a rollback may change them to this extent.
     rounding_error = np.abs(regrouped_logits - clean_logits).max()
     return bool(np.abs(rolled_back_logits - clean_logits).max() <= 10 * rounding_error + 1e-4 * clean_logits.std())
 
 
 def find_working_copy_modes(ir: CompiledIR, rollback: RollbackMethod) -> StateCopies:
-    """Return the infer requests that continue correctly with copied states; see ``RollbackMethod``."""
+    """Return the infer requests able to continue correctly with copied states; see ``RollbackMethod.copies``."""
     for copy_mode in list_copy_modes(ir):
         if copies_continue_like_clean_run(ir, replace(rollback, copies=copy_mode)):
             return copy_mode
@@ -101,7 +102,8 @@ def find_working_copy_modes(ir: CompiledIR, rollback: RollbackMethod) -> StateCo
 def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
     """Return the ways of setting states to try.
 
-    On a GPU, inferences fail if the request hasn't run, and then so do the model's others (OpenVINO 2026.4.1).
+    On a GPU, a forward pass with copied states fails if the request hasn't run, and then all later passes of the model
+    fail, too (OpenVINO 2026.4.1).
     """
     return ("any", "run") if ir.device == "CPU" else ("run",)
 
@@ -164,7 +166,7 @@ def load_or_probe_rollback(ir: CompiledIR, cache_dir: Path | None) -> ProbedRoll
 def find_findings_file(
     finding_kind: str, folder: Path, setting: str, cache_dir: Path | None, device: str = "CPU"
 ) -> Path | None:
-    """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache.
+    """Return the file for findings about the model in ``folder`` in a ``setting`` on this machine; None: no cache.
 
     ``device``: the device of the findings.
     """

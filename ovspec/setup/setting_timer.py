@@ -23,7 +23,7 @@ from ovspec.setup.paging import EXACT_PROPERTIES, check_paged, compile_paged
 from ovspec.setup.profile import EngineSetting, Measurement, complete_device_options
 from ovspec.setup.rollback_probing import probe_rollback
 
-MAX_REPEATED_SECONDS = 0.02  # seconds for repetitions of one inference
+MAX_REPEATED_SECONDS = 0.02  # seconds for repetitions of a forward pass
 LONG_PREFILL_SECONDS = 0.5  # seconds; a longer prefill is timed once
 
 
@@ -31,17 +31,17 @@ LONG_PREFILL_SECONDS = 0.5  # seconds; a longer prefill is timed once
 class TuningEffort:
     """The amount of measuring."""
 
-    prompt_tokens: int  # length of the timed prompt, and of the text before timed inferences
-    widths: tuple[int, ...]  # of the timed inferences, in tokens
+    prompt_tokens: int  # length of the timed prompt, and of the text before timed forward passes
+    widths: tuple[int, ...]  # of the timed forward passes, in tokens
     repeats: int  # number of timings per setting
     is_full: bool  # whether to try all settings, and to probe exact arithmetic thoroughly
     accuracy_tokens: int = 256  # length of the text for measuring accuracy
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent, after the first tokens of ``text_ids`` (n,) as the prompt.
+    """Times settings of a model against the incumbent, with the first tokens of ``text_ids`` (n,) as the prompt.
 
-    ``options``: they name the folder for cached findings.
+    ``options``: name the folder for cached findings.
     """
 
     def __init__(self, folder: Path, text_ids: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
@@ -55,7 +55,7 @@ class SettingTimer:
         self._reference_logprobs = log_softmax(logits).astype(np.float32)
 
     def set_incumbent(self, setting: EngineSetting) -> Measurement:
-        """Measure the setting that the others are compared with, and keep it loaded."""
+        """Measure the incumbent, the setting to compare others with, and keep it loaded."""
         self._models = {setting: self._compile_model(setting)}
         self._incumbent_decoder = self._make_timed_decoder(self._models[setting])
         kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(self._incumbent_decoder))
@@ -89,7 +89,7 @@ class SettingTimer:
         return Measurement(setting, verify_ms, prefill_ms, kl_divergence, top1_share, statistics.median(changes_ms))
 
     def with_exactness(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` with the rule of exact arithmetic, and the time of the rule's minimum of tokens."""
+        """Return ``measurement`` with the rule of exact arithmetic, and the time of a pass of its minimum width."""
         exactness = self._probe_exactness(measurement.setting)
         verify_ms = measurement.verify_ms
         if exactness.rule and (min_tokens := exactness.rule.fewest) not in verify_ms:
@@ -112,7 +112,7 @@ class SettingTimer:
         )
 
     def probe_exactness_by_threads(self, setting: EngineSetting) -> dict[int, Exactness]:
-        """Find the rule thoroughly, with the default number of threads and with one; by number of threads."""
+        """Find the rule thoroughly, by number of threads: the default number, and a single thread."""
         exactness_by_threads: dict[int, Exactness] = {}
         for requested_threads in (None, 1):
             model = self._compile_model(setting, threads=requested_threads)
@@ -133,7 +133,10 @@ class SettingTimer:
         return statistics.median(exact_ms / fast_ms for exact_ms, fast_ms in times_ms)
 
     def _load_model(self, setting: EngineSetting) -> CompiledModel:
-        """Return the model of the incumbent or of the last other setting, or compile it: memory may not hold three."""
+        """Return the model in this setting, kept or compiled.
+
+        Kept are the incumbent and the last other setting; memory may be too small for a third copy.
+        """
         if setting not in self._models:
             self._models = {self.incumbent.setting: self._models[self.incumbent.setting]}
             self._models[setting] = self._compile_model(setting)
@@ -156,7 +159,7 @@ class SettingTimer:
     def _make_timed_decoder(self, model: CompiledModel) -> Decoder:
         feed_rule = fast_arithmetic_rule(model.engine, model.ir.device)
         if model.engine == "paged" and not is_gpu(model.ir.device):
-            # A second query for each token, as in exact arithmetic on a CPU, and no more tokens or logits than are fed.
+            # A second query for each token, as in exact arithmetic on a CPU, but no minimum of tokens or logits.
             feed_rule = FeedRule(queries=2)
         return model.make_decoder(feed_rule=feed_rule)
 
@@ -175,20 +178,20 @@ class SettingTimer:
     def _time_widths(
         self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
     ) -> tuple[dict[int, float], float]:
-        """Return the median milliseconds of inferences after the text by width, and of a change of width."""
+        """Return the median milliseconds of forward passes after the text, by width, and of a change of width."""
         times_ms: dict[int, list[float]] = {width: [] for width in widths or self.effort.widths}
         changes_ms: list[float] = []
         for repeat in range(repeats + 1):
             for width in times_ms:
                 first_ms, later_ms = self._time_width(decoder, width)
-                if repeat:  # the very first inferences, and the first after another model's, are slower
+                if repeat:  # skip the first passes: they are slower, also after another model's passes
                     times_ms[width].append(later_ms)
                     changes_ms.append(first_ms - later_ms)
         medians_ms = {width: statistics.median(milliseconds) for width, milliseconds in times_ms.items()}
         return medians_ms, statistics.median(changes_ms)
 
     def _time_width(self, decoder: Decoder, width: int) -> tuple[float, float]:
-        """Return the milliseconds of an inference of a new width, and of inferences of the same width after it."""
+        """Return the milliseconds of a forward pass of a new width, and of later passes of the same width."""
         times_ms: list[float] = []
         start_time = time.perf_counter()
         while len(times_ms) < 2 or (time.perf_counter() - start_time < MAX_REPEATED_SECONDS and len(times_ms) < 20):

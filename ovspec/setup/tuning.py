@@ -44,7 +44,7 @@ from ovspec.setup.weight_formats import time_formats_for_model
 from ovspec.text.tokenizer import Tokenizer
 
 TUNING_TEXT_FILE = Path(__file__).with_name("tuning_text.txt")
-# A first load tunes only models with at most this many bytes of weights, because tuning larger ones takes too long.
+# A first load tunes only models with at most this many bytes of weights, because tuning larger models takes too long.
 MAX_AUTO_TUNED_BYTES = 1.5e9
 USUAL_GROUP_SIZE = 32  # OpenVINO's default on the CPU
 FULL_EFFORT = TuningEffort(256, (1, 2, 4, 8, 16), 3, True)
@@ -60,7 +60,7 @@ def tune_model(
 ) -> Profile:
     """Measure settings for the model in ``folder``.
 
-    ``report_progress`` is called with the next step and the share of the work that is done. Raises OvspecError if the
+    ``report_progress`` is called with the next step and the finished share of the work. Raises OvspecError if the
     device is AUTO or HETERO, or too little memory is free.
     """
     if is_virtual_device(parse_device_option(options.device)):
@@ -96,8 +96,8 @@ def tune_model(
         expected_error = OvspecError if on_gpu else InferenceError
         with suppress(expected_error):
             measurements.append(setting_timer.measure_setting(setting))
-    # A probe takes longer than a measurement: only settings that may be chosen are probed, and the usual setting only
-    # where another might be less exact.
+    # A probe takes longer than a measurement. So only candidates for the choice are probed, and the usual setting only
+    # if the candidate might be less exact.
     while (best_measurement := profile.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
         unprobed_measurement = measurements[0]
         if best_measurement.invariance is None:
@@ -119,7 +119,7 @@ def tune_model(
 
 
 def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bool) -> list[EngineSetting]:
-    """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
+    """Return the settings to compare with the usual setting: precisions, and groups of dynamic quantisation.
 
     A first load (not ``is_full``) tries only the setting most likely to be faster: f32 with the largest group.
     """
@@ -138,7 +138,7 @@ def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bo
 
 
 def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[EngineSetting]:
-    """Return the settings to compare with a GPU's default ones: precisions, dynamic quantisation, and a u8 KV cache."""
+    """Return the settings to compare with a GPU's defaults: precisions, dynamic quantisation, and a u8 KV cache."""
     settings = [
         EngineSetting(engine, group=group_size)
         for group_size in (0, 32, 128)

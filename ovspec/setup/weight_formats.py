@@ -1,7 +1,7 @@
-"""Time products with weights in several formats, to tell whether a model would be faster in another format.
+"""Time matrix products with weights in several formats, to find a faster format for a model.
 
-Which format is fastest depends on the processor: without VNNI, zero points cost time, and 4-bit weights are read faster
-than they are unpacked.
+The fastest format depends on the processor: without VNNI, zero points cost time, and 4-bit weights take longer to
+unpack than to read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-MULTIPLIED_BYTES = 64e6  # of int8 weights to multiply, so that they fit into no core's cache
+MULTIPLIED_BYTES = 64e6  # size of the int8 weights to multiply, too large for a core's cache
 MAX_COPY_COUNT = 64
 TIMING_TURNS = 5
 TIMING_REPEATS = 4
@@ -95,7 +95,7 @@ def find_dominant_product(constant_shapes: Counter[tuple[str, str]]) -> tuple[We
 
 
 def time_formats(weight_formats: list[WeightFormat], row_count: int, column_count: int) -> dict[str, float]:
-    """Return milliseconds for multiplying one token with weights [rows, columns] in each format, by its name."""
+    """Return milliseconds for multiplying a token with weights [rows, columns], by format name."""
     copy_count = min(max(1, round(MULTIPLIED_BYTES / (row_count * column_count))), MAX_COPY_COUNT)
     core = ov.Core()
     infer_requests: dict[str, ov.InferRequest] = {}
@@ -120,7 +120,7 @@ def time_formats(weight_formats: list[WeightFormat], row_count: int, column_coun
 
 
 def make_products_model(weight_format: WeightFormat, row_count: int, column_count: int, copy_count: int) -> ov.Model:
-    """Return a model that multiplies its input [tokens, columns] with ``copy_count`` matrices of random weights."""
+    """Return a model of ``copy_count`` products of its input [tokens, columns] with random weights."""
     generator = np.random.default_rng(0)
     token_vectors = ops.parameter([-1, column_count], np.float32)
     random_matrices = [

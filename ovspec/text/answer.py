@@ -27,7 +27,7 @@ TOOL_NAME_IN_CALL = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"
 
 @dataclass(frozen=True)
 class PhaseTag:
-    """A text that leads from a phase in ``from_phases`` to ``next_phase``. Calls begin with their tag."""
+    """A tag between phases: it leads from a phase in ``from_phases`` to ``next_phase``. Calls begin with their tag."""
 
     text: str
     from_phases: tuple[Phase, ...]
@@ -161,7 +161,7 @@ def split_by_phase(
 
 
 def find_unfinished_tag(text: str, tags: Collection[PhaseTag]) -> int:
-    """Return where the end of ``text`` begins that may become a tag, with white space before it."""
+    """Return the index of a possible unfinished tag at the end of ``text``, including the white space before it."""
     if not tags:
         return len(text)
     return len(text[: min(find_unfinished_end(text, tag.text) for tag in tags)].rstrip(WHITESPACE))
@@ -176,7 +176,7 @@ class AnswerFormat:
 
     tool_format: the format of calls, if there are tools.
     thinking_format: the tags of thinking, if any.
-    tool_names: the tools whose calls are detected.
+    tool_names: the tools with calls to detect.
     first_phase: the phase at the start of an answer.
     calls_after_text: whether calls may follow text.
     added_tokens: text -> id of the tokens outside of the model's own vocabulary.
@@ -191,7 +191,7 @@ class AnswerFormat:
 
     @functools.cached_property
     def tag_token_ids(self) -> dict[str, int]:
-        """The tokens that are tags or parts of tags: text -> id."""
+        """The tokens of tags or parts of tags: text -> id."""
         tag_texts: list[str] = []
         if self.thinking_format:
             tag_texts += [self.thinking_format.message_header, *(tag.text for tag in self.thinking_format.tags)]
@@ -475,7 +475,7 @@ def escape_json_text(text: str) -> str:
 
 
 def find_unfinished_end(text: str, end: str) -> int:
-    """Return where the end of ``text`` begins that may become ``end``."""
+    """Return the index of a possible unfinished ``end`` at the end of ``text``."""
     for position in range(max(0, len(text) - len(end) + 1), len(text)):
         if end.startswith(text[position:]):
             return position

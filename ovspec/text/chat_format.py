@@ -116,7 +116,7 @@ CALL_STYLES = [CallStyle(*flags) for flags in itertools.product((False, True), r
 
 
 class ChatFormat:
-    """A model's chat format; ``tool_format`` is the name of its tool format, if it isn't to be detected."""
+    """A model's chat format; ``tool_format``: the name of its tool format, None to detect it."""
 
     def __init__(self, template: ChatTemplate, tool_format: str | None = None) -> None:
         self.template = template
@@ -158,7 +158,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
-        """Whether the template begins a new answer after an answer that has only thinking."""
+        """Whether the template begins a new answer after an answer with nothing but thinking."""
         chat = [PROBE_CHAT[0], {"role": "assistant", "content": "", "reasoning_content": "?"}]
         return render_or_empty(self.template, chat, tools=False) != render_or_empty(
             self.template, chat, tools=False, opens_answer=False
@@ -224,7 +224,7 @@ class ChatFormat:
         return self._render_messages(messages, template_variables, opens_answer)
 
     def _render_continuation(self, messages: list[Message], *other_arguments: Any) -> str:
-        """Return the prompt that ends with the last message; ``other_arguments``: of ``render_prompt``."""
+        """Return a prompt with the last message at its end, open; ``other_arguments``: as in ``render_prompt``."""
         *earlier_messages, last_message = messages
         if not (begun_answer := find_begun_answer([last_message])):
             return self.render_prompt(earlier_messages, *other_arguments)
@@ -235,7 +235,7 @@ class ChatFormat:
                 opens_answer=False,
             )
             rendered_start, end_mark, _ = rendered_chat.rpartition(ANSWER_END_MARK)
-            if end_mark:  # what the template writes before an answer's text, such as a header
+            if end_mark:  # keep the template's text before an answer, such as a header
                 return rendered_start
         opened_prompt = self.render_prompt(earlier_messages, *other_arguments)
         if self.thinking_format and opened_prompt.rstrip().endswith(self.thinking_format.open_tag.rstrip()):
@@ -323,7 +323,7 @@ def detect_tool_format_and_style(template: ChatTemplate) -> tuple[ToolFormat, Ca
     for tool_format in TOOL_FORMATS:
         if tool_format.template_marks and all(mark in template.source for mark in tool_format.template_marks):
             return tool_format, CallStyle()
-    # Two calls in a message show the text between them; but a template may take one at a time.
+    # Two calls in a message show the text between them; but some templates take only a single call per message.
     for probe_chat, call_groups in (
         (PROBE_CHAT, [PROBE_CALLS]),
         (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS]),
@@ -375,7 +375,7 @@ def is_text_part(part: JsonValue) -> bool:
 
 
 def join_text_parts(content: JsonValue) -> JsonValue:
-    """Return content that has only text parts as one text, other content unchanged."""
+    """Return content of text parts alone as a single text, other content unchanged."""
     if isinstance(content, list) and all(map(is_text_part, content)):
         return "\n".join(part["text"] for part in content)
     return content
@@ -433,7 +433,7 @@ def parse_call_arguments(arguments: JsonValue) -> JsonValue:
 
 
 def wrap_unparsable_arguments(message: Message) -> Message:
-    """Return a message whose calls all have objects as arguments; other arguments are wrapped in an object."""
+    """Return a message with objects as arguments of all calls; other arguments are wrapped in an object."""
     calls = [
         replace_arguments(call, {"arguments": call["function"]["arguments"]})
         if has_unparsable_arguments(call)
@@ -448,7 +448,7 @@ def wrap_unparsable_arguments(message: Message) -> Message:
 def find_begun_answer(messages: Sequence[Message]) -> str | None:
     """Return the last message's text if it begins an answer: an assistant's message without calls; else None.
 
-    A message that has only thinking doesn't: a new answer begins after it.
+    A message with nothing but thinking doesn't count: a new answer begins after it.
     """
     if not messages:
         return None

@@ -53,7 +53,7 @@ class ChatTemplate:
         return self._find_variables(self.source) if self.source_with_tools else self.variables
 
     def unread_variables(self, variables: Mapping[str, Any], has_tools: bool) -> list[str]:
-        """Return the names of variables that the template doesn't use, for chats with ``has_tools`` or without."""
+        """Return the names of variables unused by the template, for chats with (``has_tools``) or without tools."""
         known_variables = self.variables if has_tools else self._variables_without_tools
         return [name for name in variables if name not in known_variables and name not in RESERVED_ARGUMENTS]
 
@@ -67,12 +67,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         strict: bool = True,
     ) -> str:
-        """Return the prompt for ``messages``; with ``opens_answer`` it ends where the assistant's answer begins.
+        """Return the prompt for ``messages``; with ``opens_answer`` it ends at the start of the assistant's answer.
 
         Args:
             variables: further variables for the template, such as "enable_thinking". "tools" are JSON schemas of
-                functions, as in OpenAI's API; "documents" are objects for models that answer from them.
-            strict: refuse variables that the template doesn't use.
+                functions, as in OpenAI's API; "documents" are objects, for models with answers from documents.
+            strict: refuse variables unused by the template.
 
         Raises:
             TemplateError: the template fails, rejects these messages, doesn't use a variable, or takes too much time or
@@ -130,7 +130,7 @@ class ChatTemplate:
             ) from None
 
 
-# Templates come from the internet. Jinja's sandbox isolates them, but doesn't keep them from running for hours.
+# Templates come from the internet. Jinja's sandbox isolates them, but has no time limit.
 RENDERER = SandboxPool(
     "ovspec.text.chat_template_worker", "renders chat templates", MAX_RENDER_SECONDS, MAX_RENDERER_BYTES
 )

@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 256
 GENERATION_CONFIG_FILE = "generation_config.json"
 DO_SAMPLE_OPTION = Option("Whether texts are sampled.", name="do_sample", value_type=bool)
 
-# Generation config settings of Hugging Face's greedy generate that ovspec ignores; their neutral values.
+# Settings of Hugging Face's greedy generate unsupported by ovspec, with their neutral values.
 UNSUPPORTED_SETTINGS = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
     ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
 )
@@ -93,7 +93,7 @@ class GenerationConfig:
 
 
 def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling options that the generation config in ``folder`` recommends, except ``chosen_options``.
+    """Return the sampling options recommended by the generation config in ``folder``, except ``chosen_options``.
 
     Options missing in it are off, as by default; nothing is recommended with a chosen temperature of 0.
 
@@ -114,7 +114,7 @@ def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -
         applied_settings = {option: value for option, value in recommended.items() if option not in chosen_options}
         make_params({"temperature": 1.0} | applied_settings)
     except OvspecError as error:
-        problem = str(error).replace("`", "").rstrip(".")  # it isn't about an option of the caller
+        problem = str(error).replace("`", "").rstrip(".")  # without backticks: it isn't an option of the caller
         remedy = "correct it in the checkpoint and export the model again, or set `temperature=0`"
         raise OvspecError(f"{config_file}: {problem}; {remedy}.") from None
     return {option: value for option, value in applied_settings.items() if value != SAMPLING_OPTIONS[option].default}

@@ -16,9 +16,9 @@ from ovspec.base.errors import PromptError
 class FimTokenNames:
     """A model family's names for its FIM tokens.
 
-    prefix, suffix, middle: the token before each part; a family whose prompt ends with the prefix has no ``middle``.
+    prefix, suffix, middle: the token before each part; without ``middle``, the prompt ends with the prefix.
     repository, file: the tokens before the names of a repository and of a file.
-    end_names: tokens that end a text, besides all of the above.
+    end_names: tokens at the end of a text, besides all of the above.
     suffix_first: whether the suffix comes before the prefix.
     """
 
@@ -79,7 +79,7 @@ CHUNK_SEPARATOR = "\n\n--- snippet ---\n\n"
 
 @dataclass(frozen=True)
 class FimTokenIds:
-    """The ids of a vocabulary's FIM tokens, and of all tokens that ``end`` a text; see ``FimTokenNames``."""
+    """The ids of a vocabulary's FIM tokens, and of all tokens at the end of a text; see ``FimTokenNames``."""
 
     prefix: int
     suffix: int
@@ -88,11 +88,11 @@ class FimTokenIds:
     file: int | None
     end_ids: tuple[int, ...]
     suffix_first: bool
-    fim_names: tuple[str, ...]  # tokens that only infilling uses
+    fim_names: tuple[str, ...]  # tokens used only in infills
 
 
 def find_fim_tokens(token_ids: Mapping[str, int]) -> FimTokenIds | None:
-    """Return the FIM tokens among ``token_ids``, name -> id, or None; of several families, the one with the most."""
+    """Return the FIM tokens among ``token_ids``, name -> id, or None; of several families, the family with the most."""
     matching_families = [
         fim_family for fim_family in FIM_FAMILIES if all(name in token_ids for name in fim_family.required_names)
     ]
@@ -123,7 +123,7 @@ class FileChunk(NamedTuple):
 class InfillPrompt:
     """A prompt for the text between ``prefix`` and ``suffix``.
 
-    file_chunks: parts of other files; chunks that don't fit are left out, the first ones first.
+    file_chunks: parts of other files; if they don't fit, the first chunks are left out.
     beginning: the beginning of the text.
     """
 
@@ -149,7 +149,7 @@ class PartEncoder(Protocol):
 
 
 class InfillTokens(NamedTuple):
-    """The tokens of an infill prompt, (n,) int64; from ``answer_start`` on they are the beginning of the text."""
+    """The tokens of an infill prompt, (n,) int64; from ``answer_start`` on, they are the beginning of the answer."""
 
     ids: np.ndarray
     answer_start: int
@@ -175,7 +175,7 @@ def encode_infill(
             [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{file_chunk.filename}\n")]
         )
         encoded_chunks.append([*chunk_header, *encode(file_chunk.text)])
-    # Some tokenizers put a space in front of a text; models are trained with it before the prefix.
+    # Some tokenizers put a space in front of a text; models are trained with this space before the prefix.
     fim_prefix_ids = [fim.prefix, *encode(infill.prefix, at_text_start=True)]
     fim_suffix_ids = [fim.suffix, *encode(infill.suffix)]
     prompt_parts = [*fim_suffix_ids, *fim_prefix_ids] if fim.suffix_first else [*fim_prefix_ids, *fim_suffix_ids]
@@ -192,7 +192,7 @@ def encode_infill(
 
 
 def drop_first_chunks(infill: InfillPrompt, max_characters: float) -> InfillPrompt:
-    """Return a prompt without the first chunks, so that it fits into so many characters."""
+    """Return a prompt without the first chunks, as far as needed to fit into ``max_characters``."""
     # The separator of chunks takes at least a token.
     chunk_sizes = itertools.accumulate(len(file_chunk.text) + 1 for file_chunk in reversed(infill.file_chunks))
     dropped_chunks = sum(chunk_size > max_characters - infill.needed_characters for chunk_size in chunk_sizes)

@@ -10,7 +10,7 @@ from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile
 from ovspec.text.vocabulary import describe_id_differences
 
-# Code, several scripts, emoji with joiners, odd whitespace, digits, text that looks like special tokens.
+# Code, several scripts, emoji with joiners, odd whitespace, digits, text similar to special tokens.
 SAMPLE_TEXTS = (
     "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",
     "if x:\n\tfor y in z:\n\t\tprint(f'{y!r:>10}', end=\"\\n\")\r\n",
@@ -34,8 +34,8 @@ SAMPLE_TEXTS = (
 def check_same_vocabulary(target: Path, draft: Path) -> None:
     """Raise OvspecError, naming the first differences, if two folders' vocabularies differ or can't be compared.
 
-    Compares ``tokenizer.json`` id by id. Without that file in a folder, as with some published drafts, compares the
-    tokens of ``SAMPLE_TEXTS``.
+    Compares ``tokenizer.json`` id by id. If a folder lacks this file, like some published drafts, compares the tokens
+    of ``SAMPLE_TEXTS``.
     """
     vocabularies = [read_dataclass(TokenizerFile, folder / TOKENIZER_FILE).tokens_by_id() for folder in (target, draft)]
     difference = (

@@ -53,9 +53,9 @@ def make_byte_level_alphabet() -> dict[str, int]:
 
 
 def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
-    """Return the bytes each id adds to the text, none for special tokens; None for ids without a token.
+    """Return the bytes added to the text by each id: b"" for special tokens, None for ids without a token.
 
-    Returns None if the decoder doesn't map each token to bytes by itself.
+    Returns None for the whole vocabulary if a token's bytes depend on other tokens.
     """
     decoder = tokenizer.decoder or DecodingStep()
     piece_ids = tokenizer.model.vocab
@@ -101,7 +101,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._encoder = compile_tokenizer(folder / "openvino_tokenizer.xml")
-        self._idle_requests: list[ov.InferRequest] = []  # one per thread that encodes at the same time
+        self._idle_requests: list[ov.InferRequest] = []  # as many as threads have encoded at the same time
         tokenizer_file = read_dataclass(TokenizerFile, folder / TOKENIZER_FILE)
         self._special_token_bytes = {token.id: token.content.encode() for token in tokenizer_file.special_tokens}
         self.added_tokens = {token.content: token.id for token in tokenizer_file.added_tokens}
@@ -122,7 +122,7 @@ class Tokenizer:
         id_pairs = enumerate(zip(empty_ids, letter_ids, strict=False))
         self._prefix_length = next((token_index for token_index, (a, b) in id_pairs if a != b), len(empty_ids))
         self._suffix_length = len(empty_ids) - self._prefix_length
-        # SentencePiece models put a space in front of every text they encode.
+        # SentencePiece models put a space in front of every text.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def max_characters(self, token_count: int) -> int:

@@ -69,7 +69,7 @@ class NamedChatTemplate:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """A ``tokenizer_config.json`` with one chat template or several named ones."""
+    """A ``tokenizer_config.json`` with a chat template, or several templates by name."""
 
     chat_template: str | list[NamedChatTemplate] | dict[str, str] | None = None
 

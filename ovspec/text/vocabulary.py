@@ -38,7 +38,7 @@ class KnownTokenIds:
         return next(iter(unknown_ids[:1].tolist()), None)
 
     def unknown_mask(self, ids: np.ndarray) -> np.ndarray:
-        """Return for each of ``ids`` (n,) whether it has no token."""
+        """Return whether each of ``ids`` lacks a token, (n,) bool."""
         return (ids < 0) | np.isin(ids, self.missing_ids) | (ids >= (self.size or np.iinfo(np.int64).max))
 
 

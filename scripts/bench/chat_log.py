@@ -1,4 +1,4 @@
-"""The turns that ``chats.py`` has measured: their file, and the figures that its tables show."""
+"""The turns measured by ``chats.py``: their file, and the figures for its tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from harness import Prompt, prompt_named
 
 from ovspec.base.errors import OvspecError
 
-PLAIN = "plain"  # the way that all others are compared with
-# Heading: the counts over and under the line, and how their ratio is shown.
+PLAIN = "plain"  # the baseline of all other ways
+# Heading -> numerator, denominator, and format of the ratio.
 RATES = {
     "Tokens a round": ("tokens", "rounds", ".2f"),
     "Accepted a round": ("accepted", "rounds", ".2f"),
@@ -25,9 +25,9 @@ RATES = {
 
 @dataclass(frozen=True)
 class Case:
-    """The prompts of a turn, one or ``batch`` of its kind that begin with it, and how they are answered.
+    """The prompts of a turn: a prompt, or a ``batch`` of its kind beginning with it; and the options of the answers.
 
-    context: tokens of other text come before a shorter prompt until it has so many.
+    context: a shorter prompt gets other text in front, up to this length in tokens.
     accept: the rule for sampled tokens.
     """
 
@@ -40,16 +40,16 @@ class Case:
 
     @property
     def group(self) -> tuple[int, int, float, str]:
-        """The cases of one table are equal in these."""
+        """The fields equal in all cases of a table."""
         return self.batch, self.context, self.temperature, self.accept
 
 
 @dataclass(frozen=True)
 class Text:
-    """The texts that were generated together in one way.
+    """Texts generated together in the same way.
 
-    tpot_ms: milliseconds per token after the first of each text; None if there is none, and for peers' batches.
-    seconds: with reading the prompts. Peers count no rounds.
+    tpot_ms: milliseconds per token after each text's first; None without such tokens, and for peers' batches.
+    seconds: including prefill. Peers count no rounds.
     """
 
     tokens: list[list[int]]
@@ -59,13 +59,13 @@ class Text:
     rounds: int = 0
     proposed: int = 0
     accepted: int = 0
-    reached: int = 0  # proposed tokens that were compared with the model's choice
+    reached: int = 0  # proposed tokens compared with the model's choice
     forced: int = 0  # tokens without a choice
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The texts of a case, by the way in which they were generated. ``prompt_tokens``: of all prompts."""
+    """The texts of a case, by way of generating them. ``prompt_tokens``: sum over all prompts."""
 
     case: Case
     prompt_tokens: int
@@ -74,16 +74,16 @@ class Turn:
 
 @dataclass
 class Log:
-    """The turns that were measured, and their file. Its first line is ``about``: what was measured, and where."""
+    """The measured turns, and their file. Its first line is ``about``: the model, options and machine."""
 
     file: Path
     about: dict[str, Any]
-    turns: list[Turn] = field(default_factory=list)  # several of a case, if ways were added
+    turns: list[Turn] = field(default_factory=list)  # several per case, if ways were added later
 
     def __post_init__(self) -> None:
         written = self.file.read_bytes() if self.file.exists() else b""
         whole = written[: written.rfind(b"\n") + 1]
-        if whole != written:  # the bench was killed while it wrote
+        if whole != written:  # the bench was killed while writing
             self.file.write_bytes(whole)
         if not whole:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class Log:
         self.turns.append(turn)
 
     def has(self, case: Case) -> set[str]:
-        """Return the ways in which a case was measured."""
+        """Return the measured ways of a case."""
         return {way for turn in self.turns if turn.case == case for way in turn.texts}
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of some turns, as tables show them."""
+    """The figures of some turns, formatted for tables."""
 
     turns: list[Turn]
 
@@ -135,7 +135,7 @@ class Figures:
         return median(times, 2) if times else None
 
     def speeds(self, way: str) -> list[float]:
-        """Return the speed of ``way`` as a multiple of plain decoding's in each turn: of batches with their prompts."""
+        """Return the speed of ``way`` relative to plain decoding in each turn; for batches, prefill is included."""
         speeds = []
         for turn in (turn for turn in self.turns if way in turn.texts):
             text = turn.texts[way]
@@ -147,7 +147,7 @@ class Figures:
         return speeds
 
     def speed(self, way: str) -> str | None:
-        """Return the median of these with its interval."""
+        """Return the median of ``speeds`` with its interval."""
         speeds = self.speeds(way)
         if not speeds:
             return None
@@ -159,19 +159,19 @@ class Figures:
         return sum(getattr(text, name) for text in self.texts(way))
 
     def rate(self, way: str, heading: str) -> str | None:
-        """Return one of ``RATES``; None for peers, which count neither."""
+        """Return the rate ``heading`` of ``RATES``; None for peers, because they don't count tokens or rounds."""
         over, under, form = RATES[heading]
         if not (self.count(way, under) and self.count(way, over)):
             return None
         return format(self.count(way, over) / self.count(way, under), form)
 
     def accepted(self, way: str) -> str | None:
-        """Return accepted of proposed tokens; None for peers."""
+        """Return "accepted of proposed" tokens; None for peers."""
         proposed = self.count(way, "proposed")
         return f"{self.count(way, 'accepted')} of {proposed}" if proposed else None
 
     def equal(self, way: str) -> str:
-        """Return how many texts are those of plain decoding."""
+        """Return how many texts are equal to plain decoding's."""
         turns = [turn.texts for turn in self.turns if way in turn.texts]
         pairs = [pair for texts in turns for pair in zip(texts[way].tokens, texts[PLAIN].tokens, strict=True)]
         return f"{sum(text == plain for text, plain in pairs)} of {len(pairs)}"

@@ -2,26 +2,26 @@
 
     python scripts/bench/chats.py MODEL --out FILE [--ways lookup head lookup,head genai ...] [--draft NAME=PATH]...
 
-MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; its text
-is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first. The kinds completion
-(code), prose and JSON have texts to go on with: without an end, or a JSON text by a schema after another one of it.
-With --documents there are also the texts that 'ovspec distill' has held out.
+MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; unlike the
+demo pair, it writes real text. The prompts are the held-out chats of chats.json first, then the others. The kinds
+completion (code) and prose are texts to continue, without an end; JSON is a JSON text after another text of the same
+schema. With --documents, the texts held out by 'ovspec distill' are added.
 
-A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
-optimum, torch, or ovspec in a process of its own: "ovspec", "ovspec-fast" with fast arithmetic, and "ovspec-before",
-which is the checkout that --against names. "@K" fixes the lookahead, as in "lookup@4" or "genai-head@2"; of peers, only
-genai's drafters and llamacpp-head take one, and genai's need it. Of JSON, "plain" chooses each token, "forced" takes
-several at a time where the schema leaves no choice, and "free" is as long without the schema. --draft names what a way
-loads: a head or draft model of ovspec's, "genai-head" the same head by 'optimum-cli export openvino --task
-text-generation-with-past --trust-remote-code', and "llamacpp-head" its GGUF file, by 'convert_hf_to_gguf.py HEAD
+A way is "plain", drafters like in ovspec's --draft, or a peer in a separate process: genai or llamacpp, alone or with
+-lookup or -head, optimum, torch, or ovspec itself: "ovspec", "ovspec-fast" (fast arithmetic) and "ovspec-before" (the
+checkout --against). "@K" fixes the lookahead, as in "lookup@4" or "genai-head@2"; of the peers, genai's drafters need
+it, llamacpp-head may have it, the others can't. For JSON, "plain" chooses each token, "forced" takes forced tokens
+without inference, and "free" generates the same number of tokens without the schema. --draft is the file for a way: a
+head or draft model for ovspec; for "genai-head" the same head, exported by 'optimum-cli export openvino --task
+text-generation-with-past --trust-remote-code'; for "llamacpp-head" its GGUF file, made by 'convert_hf_to_gguf.py HEAD
 --target-model-dir CHECKPOINT'.
 
-Every turn of a prompt is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
-goes on; with more ways, kinds, prompts, turns, contexts or batches it adds what is missing, each time beside plain
-decoding. At the end the tables of all that FILE has are printed. Use an idle machine.
+Each turn of a prompt is written to FILE at once, so the bench may be stopped at any time and continued with the same
+command. With more ways, kinds, prompts, turns, contexts or batches it adds the missing turns, always beside plain
+decoding. At the end, the tables of all turns in FILE are printed. Use an idle machine.
 
-Each answer ends where the model ends it, after --tokens tokens at most; peers generate as many tokens as ovspec, and
-all but ovspec only greedily. A batch has prompts of one kind, over again if there are fewer.
+Each answer ends at the model's EOS, or after --tokens tokens. Peers generate the same number of tokens as ovspec, only
+greedily. A batch has prompts of the same kind, repeated if there are too few.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from ovspec.ir.instruction_set import describe_instruction_set
 KINDS = (*dict.fromkeys(prompt.kind for prompt in prompts()), "held-out own", "held-out chats", "held-out text")
 CHAT_KINDS = [kind for kind in KINDS if kind not in ("completion", "prose", "JSON")]
 FORCED, FREE, LOOKUP = "forced", "free", "lookup"
-WARM_UP = 32  # tokens, at most, in which kernels are made for each width
+WARM_UP = 32  # maximum tokens for warming up, to compile kernels for each width
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer in one mode.
+    """A peer in a mode.
 
-    files: what it loads, MODEL ("ir"), its "checkpoint", or that as "gguf".
-    lookahead: whether it takes a number of tokens to propose: "no", or it "may" or "must" be given.
+    files: the model's format: MODEL itself ("ir"), its "checkpoint", or the checkpoint as "gguf".
+    lookahead: whether a number of tokens to propose can be given: "no", "may" or "must".
     """
 
     worker: str
@@ -93,7 +93,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way to generate: ``runner`` names drafters, or a peer; None lets it choose its ``lookahead``."""
+    """A way to generate: ``runner`` names drafters or a peer; a ``lookahead`` of None is automatic."""
 
     name: str
     runner: str
@@ -109,16 +109,16 @@ class Way:
             return kind == "JSON" or self.runner not in (FORCED, FREE)
         if kind == "JSON":
             return False
-        if PEERS[self.runner].worker == "ovspec":  # the texts of its batches have the same length
+        if PEERS[self.runner].worker == "ovspec":  # all texts of its batches have the same length
             return case.batch == 1 or kind not in CHAT_KINDS
         return case.temperature == 0 and (case.batch == 1 or self.runner.startswith("genai"))
 
 
 def way_of(text: str) -> Way:
-    """Read a way as it is given.
+    """Parse a way from the command line.
 
     Raises:
-        argparse.ArgumentTypeError: its lookahead isn't a number, or a peer doesn't take it or needs it.
+        argparse.ArgumentTypeError: its lookahead isn't a number, is missing, or isn't possible.
     """
     runner, fixed, lookahead = text.partition("@")
     takes = PEERS[runner].lookahead if runner in PEERS else "may"
@@ -135,9 +135,9 @@ def way_of(text: str) -> Way:
 
 @dataclass(frozen=True)
 class Bench:
-    """Runs each way: models by their drafters, and peers' processes by name and whether they take batches.
+    """Runs each way, with models by drafters, and peers' processes by (name, whether for batches).
 
-    lengths: tokens of the plain answers of a case, which peers have to know.
+    lengths: numbers of tokens of a case's plain answers, for the peers.
     """
 
     models: dict[str, ovspec.LanguageModel]
@@ -155,7 +155,7 @@ class Bench:
             model.use_large_pages()
 
     def turn(self, case: Case, ways: list[Way]) -> Turn:
-        """Generate the texts of a case in each of ``ways``, which take turns."""
+        """Generate the texts of a case in each of ``ways``, in turns."""
         ids = self.prompt_ids(case)
         lengths = [self.tokens] * case.batch
         if any(way.is_peer or way.runner == FREE for way in ways):
@@ -212,7 +212,7 @@ def text_of(results: list[ovspec.Result]) -> Text:
 
 
 def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arithmetic: Any) -> dict[str, Any]:
-    """Load the model for each way but peers'. With a head it has further outputs, so the others don't share that."""
+    """Load the model for each way except peers. Ways with a head don't share it: it gets additional outputs."""
     by_draft = dict[str | None, ovspec.LanguageModel]()
     by_way = dict[str, ovspec.LanguageModel]()
     for runner in dict.fromkeys([PLAIN, *(way.runner for way in ways if not way.is_peer)]):
@@ -257,14 +257,14 @@ def start_peer(name: str, together: bool, args: Any, drafts: dict[str, str], scr
 
 
 def with_its_layers(head: Path, ours: str | None, scratch: Path) -> Path:
-    """Tell openvino-genai which layers a head was trained on; its own are the outputs of 2, N/2 and N-3."""
+    """Write a head's layers into its IR for openvino-genai; genai's default is the outputs of 2, N/2 and N-3."""
     if not ours:
         raise RuntimeError("genai-head needs --draft head=PATH, which knows its layers")
     model = read_openvino_model(head)
     model.set_rt_info(
         [layer - 1 for layer in read_target_layers(read_openvino_model(Path(ours)))], ["hidden_layers_list"]
     )
-    copy = Path(tempfile.mkdtemp(dir=scratch))  # each process has its own
+    copy = Path(tempfile.mkdtemp(dir=scratch))  # a copy per process
     shutil.copytree(head, copy, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
     ov.save_model(model, copy / MODEL_FILE, compress_to_fp16=False)
     return copy
@@ -336,7 +336,7 @@ def cases_of(args: Any) -> Iterator[Case]:
 
 
 def unmeasured(log: Log, cases: Iterable[Case], ways: list[Way]) -> dict[Case, list[Way]]:
-    """Return the ways in which each case is still to be measured, beside plain decoding, which is the first way."""
+    """Return each case's missing ways, with plain decoding as the first."""
     plain, *others = ways
     missing = dict[Case, list[Way]]()
     for case in cases:

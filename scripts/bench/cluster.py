@@ -1,15 +1,15 @@
-"""Time ``ovspec batch`` on one machine against local clusters of Ray, and simulate it on a drawer of machines.
+"""Time ``ovspec batch`` on a single machine against local clusters of Ray, and simulate it on many machines.
 
     python scripts/bench/cluster.py measure DIR [--lines 200] [--tokens 48] [--turns 3] [--json OUT]
     python scripts/bench/cluster.py simulate OUT [--workers 1,10,100,1000] [--hours 1] [--lines-per-hour N] [...]
 
-measure: in turns, in fresh processes. Each way also answers a single line, which is its start-up: "lines" is the time
-    of all lines without it. "half" is one worker with half of the processors, beside which nothing runs. Then the
-    object store ships the model, and the driver takes groups of lines that need no time. Use an idle machine.
-simulate: from the figures of one machine. Each worker answers four groups of lines at a time, one driver hands out all
-    groups and keeps the answers, machines get the model from those that have it, and some workers are slow or are taken
-    away. First two workers of half a machine are simulated, which were measured, too; then clusters of --workers
-    machines, each with lines for --hours.
+measure: in turns, in fresh processes. The start-up time of each way is the time of a single line; "lines" is the time
+    of all lines without start-up. "half" is a single worker with half of the processors, alone on the machine. Also
+    measured: shipping the model by the object store, and the driver, with workers of no cost. Use an idle machine.
+simulate: from the figures of a machine. Each worker runs four groups of lines at a time, the driver assigns all groups
+    and keeps the results, machines copy the model from machines with a copy, and some workers are slow or lost. First
+    two workers with half a machine each, to compare with the measurement; then clusters of --workers machines, each
+    with enough lines for --hours.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason":
 
 
 def run_batch(options: list[str], processors: list[int]) -> float:
-    """Return the seconds that a batch takes that has only these processors."""
+    """Return the seconds for a batch, limited to ``processors``."""
     began = time.perf_counter()
     with subprocess.Popen([sys.executable, "-m", "ovspec", "batch", *options], stderr=subprocess.PIPE) as run:
         psutil.Process(run.pid).cpu_affinity(processors)
@@ -54,7 +54,7 @@ def run_batch(options: list[str], processors: list[int]) -> float:
 
 
 def write_prompts(file: Path, count: int, tokens: int) -> Path:
-    """Write prompts, no two alike, whose answers have different lengths, half of ``tokens`` to one and a half."""
+    """Write ``count`` different prompts, with answer lengths from half of ``tokens`` to one and a half times."""
     lines = [
         {"prompt": f"{number}. {prompt}", "max_tokens": tokens // 2 + number * 37 % (tokens + 1), "ignore_eos": True}
         for number, prompt in enumerate(islice(cycle(PROSE + CODE), count))
@@ -64,7 +64,7 @@ def write_prompts(file: Path, count: int, tokens: int) -> Path:
 
 
 def shipping_speed(folder: Path) -> float:
-    """Return the bytes per second at which a model comes from the object store, of one machine."""
+    """Return the bytes per second of reading a model from a machine's object store."""
     import ray
 
     from ovspec.batch.ray.shipment import create_folder_once, read_pieces
@@ -79,7 +79,7 @@ def shipping_speed(folder: Path) -> float:
 
 
 class Nobody:
-    """A worker that needs no time."""
+    """A worker of no cost."""
 
     def load_worker_model(self) -> Any:
         from ovspec.batch.ray.worker import ReferenceArithmetic
@@ -91,7 +91,7 @@ class Nobody:
 
 
 def driver_seconds(count: int, actors: int) -> float:
-    """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
+    """Return the driver's seconds per group of lines, with workers of no cost."""
     import ray
 
     numbers = range(MAX_GROUP_LINES * count)
@@ -103,7 +103,7 @@ def driver_seconds(count: int, actors: int) -> float:
         pool = WorkerPool(lambda _: ray.remote(**ways)(Nobody).remote(), actors, False, "")
         began, taken, before = 0.0, 0, 0
         for answered in pool.run_groups(groups):
-            if not began and taken >= len(groups) // 4:  # all workers are there
+            if not began and taken >= len(groups) // 4:  # by now all workers have started
                 began, before = time.perf_counter(), taken
             for group in answered:
                 collector.collect_group(group)
@@ -161,16 +161,16 @@ class Cluster:
 
     workers: int
     lines: int
-    line: float  # that a worker needs for one
-    start: float  # until a worker answers
-    driver: float  # that the driver needs for a group
-    spread: float = 0.0  # of the workers' speeds, a standard deviation
+    line: float  # a worker's time per line
+    start: float  # a worker's start-up time
+    driver: float  # the driver's time per group
+    spread: float = 0.0  # standard deviation of the workers' speeds
     slow: float = 0.0  # share of workers with half the speed
-    lost: float = 0.0  # workers of a hundred that are taken away in an hour; another comes after a minute
+    lost: float = 0.0  # percentage of workers lost per hour; a replacement comes after a minute
     now: simpy.Environment = field(default_factory=simpy.Environment)
     random: random.Random = field(default_factory=lambda: random.Random(1))
-    driving: float = 0.0  # seconds that the driver was busy
-    empty: float = 0.0  # when nothing was left to hand out
+    driving: float = 0.0  # the driver's busy time
+    empty: float = 0.0  # when all groups were assigned
     answered: int = 0
 
     def run(self) -> float:
@@ -185,10 +185,10 @@ class Cluster:
         return self.now.now
 
     def worker(self, pace: float) -> Generator[Any, Any, None]:
-        """Answer groups; of those in progress, each gets the same share of the worker's time."""
+        """Run groups; the groups in progress share the worker's time equally."""
         yield self.now.timeout(self.start)
         left = self.random.expovariate(self.lost / 100 / 3600) if self.lost else math.inf
-        groups: list[list[float]] = []  # seconds to go, and lines
+        groups: list[list[float]] = []  # [remaining seconds, number of lines]
         while True:
             while self.todo and len(groups) < GROUPS_IN_FLIGHT:
                 lines = self.todo.pop()
@@ -212,7 +212,7 @@ class Cluster:
             yield from self.keep(int(shortest[1]))
 
     def keep(self, lines: int) -> Generator[Any, Any, None]:
-        """Let the driver keep the answers, which a worker waits for because its next group comes with that."""
+        """Let the driver keep a group's results; the worker waits, because its next group follows only then."""
         with self.one_driver.request() as turn:
             yield turn
             yield self.now.timeout(self.driver)
@@ -234,7 +234,7 @@ def simulate(args: Namespace) -> None:
     print(f"the model: {copy:.1f} s from one machine to another\n")
     table = Table("workers", "lines an hour", "efficiency", "start, s", "last lines, s", "driver busy")
     for workers in args.workers:
-        # Whoever has the model hands it on, so the number of copies doubles.
+        # Machines with the model pass it on, so the number of copies doubles in each step.
         start = figures["startup_s"] + copy * math.ceil(math.log2(workers + 1))
         luck = {"spread": args.spread, "slow": args.slow, "lost": args.lost} if workers > 1 else {}
         cluster = Cluster(workers, int(hourly * args.hours * workers), 3600 / hourly, start, driver, **luck)

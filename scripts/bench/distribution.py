@@ -1,12 +1,12 @@
-"""Test whether text that a peer samples with a draft has the target's distribution.
+"""Test whether a peer's text, sampled with a draft, has the target's distribution.
 
     python scripts/bench/distribution.py [--texts 3000] [--k 2,4]
 
-On the demo pair, three tokens are sampled at temperature 1; their exact probabilities come from the target's logits
+With the demo pair, three tokens are sampled at temperature 1; their exact probabilities come from the target's logits
 after every prefix. With top_k 3 there are 27 outcomes, and any other text is impossible. Without top_k, all tokens
-except the three likeliest are one outcome, which ends the text. Everything runs in f32 without dynamic quantisation, so
-that only the sampling is tested. A small p-value (say below 1e-4) means that the distribution differs. Plain sampling
-and ovspec are the controls.
+except the three likeliest count as the same outcome, and end the text. Everything runs in f32 without dynamic
+quantisation, to test nothing but the sampling. A small p-value (below 1e-4, say) shows another distribution. Plain
+sampling and ovspec are the controls.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PAIR = ROOT / "models" / "demo"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
 TOP, LENGTH = 3, 3
 OTHER = -1  # any token except the likeliest
-LEAST_EXPECTED = 5  # texts of an outcome; rarer outcomes are merged
+LEAST_EXPECTED = 5  # minimum expected texts per outcome; rarer outcomes are merged
 
 Outcome = tuple[int, ...]
 Exact = dict[Outcome, float]
 
 
 def exact_probabilities(lm: ovspec.LanguageModel, prompt: list[int], top_k: int | None) -> Exact:
-    """Return the probability of every outcome after ``prompt``: ``LENGTH`` tokens, or fewer that end in ``OTHER``."""
+    """Return the probability of every outcome after ``prompt``: ``LENGTH`` tokens, or fewer and then ``OTHER``."""
     known: Exact = {(): 1.0}
     for _ in range(LENGTH):
         longer = {text: probability for text, probability in known.items() if text[-1:] == (OTHER,)}
@@ -52,7 +52,7 @@ def exact_probabilities(lm: ovspec.LanguageModel, prompt: list[int], top_k: int 
 
 
 def outcome_of(tokens: list[int], exact: Exact) -> Outcome | None:
-    """Return the outcome that ``tokens`` count as; None if they are impossible."""
+    """Return the outcome for ``tokens``; None if they are impossible."""
     for end, token in enumerate(tokens):
         begin = tuple(tokens[:end])
         possible = {outcome[end] for outcome in exact if len(outcome) > end and outcome[:end] == begin}
@@ -62,7 +62,7 @@ def outcome_of(tokens: list[int], exact: Exact) -> Outcome | None:
 
 
 def even_prompt(lm: ovspec.LanguageModel, top_k: int | None) -> list[int]:
-    """Return the prefix of a held-out prompt after which the rarest outcome is most likely."""
+    """Return the prefix of a held-out prompt with the most likely rarest outcome."""
     ids = [lm.encode(text).tolist() for text in CODE[:8]]
     cut = [prompt[:end] for prompt, end in itertools.product(ids, (12, 20, 28)) if len(prompt) >= end]
     return max(cut, key=lambda prompt: min(exact_probabilities(lm, prompt, top_k).values()))
@@ -80,7 +80,7 @@ def p_value(counts: Counter[Outcome | None], exact: Exact, texts: int) -> float:
 
 
 def test_texts(worker: str, setup: dict[str, Any], request: dict[str, Any], exact: Exact, texts: int) -> list[Any]:
-    """Sample ``texts`` texts from a worker and return their number, the impossible ones, the p-value and an error."""
+    """Sample ``texts`` texts from a worker; return the number of texts, of impossible texts, p-value and error."""
     counts: Counter[Outcome | None] = Counter()
     with Worker(worker, setup) as running:
         for seed in range(1, texts + 1):

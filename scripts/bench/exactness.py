@@ -1,18 +1,18 @@
-"""Show what exact arithmetic keeps, and what it costs: texts, the KV cache, and processors.
+"""Measure the effect and the price of exact arithmetic: on texts, the KV cache, and processors.
 
     python scripts/bench/exactness.py texts DIR [DIR ...] [--prompts 20] [--tokens 200] [--lookahead 4]
     python scripts/bench/exactness.py cache DIR [DIR ...]
     python scripts/bench/exactness.py processors DIR [DIR ...] [--isa AVX2,AVX512_CORE] [--engines paged,stateful]
 
-texts: counts the greedy texts that lookup and a draft change, with fast and with exact arithmetic. ``verify`` then
-    checks every token, of theirs and of plain texts, by one forward pass.
-cache: how far logits move when tokens are rolled back and fed again on the stateful engine, whose dead slots stay where
-    they are until they are compacted, for each arithmetic and type of KV cache. DIR should have f32 weights. The last 4
-    of 204 tokens are fed again as before, the same after the cache was compacted, and the last 100 and 4 that were
-    first fed as 200 and 4. The figures are the largest change of a logit in standard deviations of the logits.
-processors: finds the rule for each instruction set that this processor has, each in a process of its own, capped to
-    it. "Differ in fast" is the share of the positions that have other bits in fast arithmetic. The prices are times by
-    the rule, in those of fast arithmetic: of a token after 128 tokens, and of a prompt of 1024; the two take turns.
+texts: counts the greedy texts changed by lookup and a draft, with fast and with exact arithmetic. ``verify`` then
+    checks every token, with and without drafters, by a single forward pass.
+cache: the change of logits after tokens are rolled back and fed again on the stateful engine, where dead slots stay
+    until a compaction, for each arithmetic and type of KV cache. DIR should have f32 weights. Fed again are the last 4
+    of 204 tokens; the same after a compaction; and the last 104, as 100 and 4, where at first the pieces were 200 and
+    4. The figures are the largest change of a logit, in standard deviations of the logits.
+processors: finds the rule for each instruction set of this processor, each in a separate process capped to it. "Differ
+    in fast" is the share of positions with other bits in fast arithmetic. The prices are times by the rule, relative to
+    fast arithmetic: of a token after 128 tokens, and of a prompt of 1024; measured in turns.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def compare_caches(args: Namespace) -> None:
 
 
 def drifts(model: Path, precision: str, kv_precision: str) -> Iterator[float]:
-    """Yield the changes after rolling back, after compacting too, and after feeding in other groups."""
+    """Yield the changes after a rollback, after a compaction, and after feeding in other pieces."""
     text = Tokenizer(model).encode("".join(CODE))[:204]
     ir = compile_ir(model, DeviceOptions(precision=precision, kv_precision=kv_precision))
     decoder = StatefulDecoder(ir, RollbackMethod("mask"))

@@ -1,4 +1,4 @@
-"""The figures of the benchmarks: times of turns, their ratios and medians, and the tables that show them."""
+"""The figures of the benchmarks: times of turns, their ratios and medians, and tables of them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def take_turns(names: Iterable[K], run: Callable[[K, int], T], turns: int, warm_up: int = 1) -> dict[K, list[T]]:
-    """Run each name in each turn, and return the figures that ``run(name, turn)`` gave, in the order of the turns.
+    """Run each name in each turn; return the results of ``run(name, turn)`` by name, in the order of the turns.
 
-    Each turn begins with another name, because a machine's speed drifts while it is measured. The first ``warm_up``
-    turns, in which kernels are made, have negative numbers and are left out.
+    Each turn begins with another name, because a machine's speed drifts. The first ``warm_up`` turns, for compiling
+    kernels, have negative numbers and are left out.
     """
     figures: dict[K, list[T]] = {name: [] for name in names}
     for turn in range(-warm_up, turns):
@@ -54,20 +54,20 @@ def ratios(over: Iterable[float], under: Iterable[float]) -> list[float]:
 
 
 def median_interval(values: Iterable[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the values between which the median lies with this confidence; of fewer than six, the extremes.
+    """Return a confidence interval of the median; with fewer than six values, the extremes.
 
-    They are order statistics: nothing is assumed of the distribution.
+    It consists of order statistics, without assumptions about the distribution.
     """
     ordered = sorted(values)
     count = len(ordered)
-    tails = itertools.accumulate(math.comb(count, i) for i in range(count // 2))  # in 2^-count
+    tails = itertools.accumulate(math.comb(count, i) for i in range(count // 2))  # in units of 2^-count
     outside = sum(2 * tail <= (1 - confidence) * 2**count for tail in tails)
     place = max(outside - 1, 0)
     return ordered[place], ordered[-1 - place]
 
 
 def median(values: Iterable[float], digits: int = 1) -> str:
-    """Return the median as tables show it."""
+    """Return the median, formatted for tables."""
     return f"{statistics.median(values):.{digits}f}"
 
 
@@ -79,7 +79,7 @@ def median_and_range(values: Sequence[float], digits: int = 2) -> str:
 
 
 def machine(isa: str | None = None) -> str:
-    """Return the machine that a table has to name: processor, its cap, system and OpenVINO's version."""
+    """Return the machine's description for tables: processor, its cap, system and OpenVINO's version."""
     version = ov.get_version().split("-")[0]
     cpu = dict(list_available_devices()).get("CPU", "CPU")
     capped = f"capped to {isa}, " if isa else ""
@@ -87,7 +87,7 @@ def machine(isa: str | None = None) -> str:
 
 
 class Table:
-    """A Markdown table that is printed row by row, as the figures come."""
+    """A Markdown table, printed row by row while measuring."""
 
     def __init__(self, *heads: str) -> None:
         self.width = len(heads)
@@ -95,6 +95,6 @@ class Table:
         print("|---" * self.width + "|", flush=True)
 
     def row(self, *cells: Any) -> None:
-        """Print a row; a cell that is None stays empty, and missing ones at the end do, too."""
+        """Print a row; cells of None, and missing cells at the end, stay empty."""
         filled = [*cells, *[None] * (self.width - len(cells))]
         print(f"| {' | '.join('' if cell is None else str(cell) for cell in filled)} |", flush=True)

@@ -1,14 +1,14 @@
-"""Measure what a grammar's mask costs per token, with a vocabulary as large as those of today's models.
+"""Measure the cost of a grammar's mask per token, with a vocabulary as large as in today's models.
 
     python scripts/train/tokenizer.py
     python scripts/bench/peers/install.py xgrammar llamacpp
     python scripts/bench/grammars.py [--peers xgrammar,llamacpp_grammar] [--steps N] [--gbnf FILE]
 
 Texts are fed to their grammars token by token: JSON by the schemas of grammars.json, each text indented and compact,
-and C by ovspec's own grammar. Each text constructs its grammar again. Engines, each in its own process, get the same
-texts in turns, schema by schema: llguidance, which is ovspec's, and --peers, which get C if --gbnf names a grammar for
-it. llama.cpp applies a mask while it computes it, and its construction time excludes the conversion of the schema.
-Times are milliseconds. Use an idle machine.
+and C by ovspec's own grammar. The grammar is constructed again for each text. Engines, each in a separate process, get
+the same texts in turns, schema by schema: llguidance, the engine of ovspec, and --peers; these get C only with a
+grammar given by --gbnf. llama.cpp computes and applies a mask at once, and its construction time excludes the
+conversion of the schema. Times are milliseconds. Use an idle machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STYLES: tuple[dict[str, Any], ...] = ({"indent": 2}, {"separators": (",", ":")})
 
 
 def subjects() -> Iterator[tuple[str, str, str, str, list[str]]]:
-    """Yield (set, name, kind, source, texts that it allows) of each grammar: the schemas, and C."""
+    """Yield (set, name, kind, source, allowed texts) of each grammar: the schemas, and C."""
     for entry in json.loads((HERE / "grammars.json").read_text(encoding="utf-8")):
         texts = [json.dumps(value, ensure_ascii=False, **style) for value in entry["values"] for style in STYLES]
         yield "JSON", entry["name"], "json", json.dumps(entry["schema"]), texts
@@ -73,7 +73,7 @@ def main() -> None:
             workers[engine] = ends.enter_context(Worker(engine, setup, seconds=300))
             print(f"{engine}: {workers[engine].ready}", file=sys.stderr, flush=True)
         for turn, (part, name, kind, source, texts) in enumerate(subjects()):
-            # As ordinary text, so that a grammar gets the tokens that a model would mostly choose.
+            # Encoded as ordinary text, like a model's usual tokens.
             ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
             task = {"kind": kind, "source": source, "texts": ids, "steps": args.steps}
             for engine in rotate_modes(list(workers), turn):

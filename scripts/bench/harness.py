@@ -1,4 +1,4 @@
-"""Options and prompts of the benchmarks, the speed of memory, and processes that answer requests."""
+"""Options and prompts of the benchmarks, the speed of memory, and worker processes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ PROSE: list[str] = json.loads((HERE / "prose.json").read_text("utf-8"))["prompts
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to go on with, its token ids, or the messages of a chat that end with a user's.
+    """A text to continue, its token ids, or the messages of a chat, the last by the user.
 
-    judge: only for judging, so nothing is trained or tuned on it.
-    schema: of the JSON that is asked for, in chats of the kind "extract" and in texts of the kind "JSON". The messages
-        only name its keys: told the whole schema, small models repeat it.
+    judge: held out: nothing is trained or tuned on it.
+    schema: the schema of the requested JSON, in chats of the kind "extract" and texts of the kind "JSON". The messages
+        only name its keys, because small models would repeat the whole schema.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Prompt:
 
 @functools.cache
 def chats() -> list[Prompt]:
-    """Return the chats of ``chats.json``: kind by kind, those for judging first."""
+    """Return the chats of ``chats.json``: kind by kind, held-out chats first."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for entry in json.loads((HERE / "chats.json").read_text("utf-8")):
         by_kind.setdefault(entry["kind"], []).append(entry)
@@ -72,7 +72,7 @@ def chats() -> list[Prompt]:
 
 @functools.cache
 def prompts() -> list[Prompt]:
-    """Return the chats, code to complete, prose to go on with, and code whose next token begins a JSON text."""
+    """Return the chats, code and prose to continue, and code to continue with a JSON text."""
     texts = {"completion": CODE, "prose": PROSE}
     plain = [Prompt(kind, number, text) for kind in texts for number, text in enumerate(texts[kind], 1)]
     constrained = []
@@ -85,7 +85,7 @@ def prompts() -> list[Prompt]:
 
 
 def add_held_out(documents: Path, most: int) -> None:
-    """Add prompts of texts that 'ovspec distill' has held out, ``most`` of each kind, chats up to their answer."""
+    """Add prompts from texts held out by 'ovspec distill', at most ``most`` of each kind, chats up to the answer."""
     for source in ("own", "chats", "text"):
         texts = enumerate(read_held_out_prompts(documents, most, source), 1)
         prompts().extend(Prompt(f"held-out {source}", number, ids, judge=False) for number, ids in texts)
@@ -97,7 +97,7 @@ def prompt_named(name: str) -> Prompt:
 
 
 def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int]:
-    """Return a prompt's ids after those of other text, ``context`` in all."""
+    """Return a prompt's ids with other text in front, ``context`` tokens in total."""
     if len(ids) >= context:
         return ids
     filler = tokenizer.encode(TUNING_TEXT_FILE.read_text(encoding="utf-8") + "\n\n", special=False)
@@ -111,9 +111,8 @@ def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int
 class Option:
     """An option of a benchmark.
 
-    default: a list takes values with ``separator`` between them; a type is that of an option without a default, and
-        bool that of a flag.
-    choices: names that a value is one of.
+    default: a list for values joined by ``separator``; a type for an option without a default; bool for a flag.
+    choices: the allowed values.
     kind: converts a value; by default the type of the default.
     """
 
@@ -143,9 +142,9 @@ def arguments(doc: str | None, *positional: str | tuple[str, ...], **options: An
     """Parse the command line of a benchmark.
 
     Args:
-        positional: names of arguments that are files or folders; one that ends with "+" takes several. A tuple are the
-            choices of the argument ``what``.
-        options: an ``Option``, or only its default.
+        positional: names of arguments for files or folders; with "+" at the end, for several. A tuple has the choices
+            of the argument ``what``.
+        options: by name, an ``Option`` or just its default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in positional:
@@ -167,7 +166,7 @@ def arguments(doc: str | None, *positional: str | tuple[str, ...], **options: An
 
 
 def record_output() -> None:
-    """Run the script again with its output appended to its page in docs/records, below the command; then exit."""
+    """Run the script again, append command and output to its page in docs/records, and exit."""
     command = [argument for argument in sys.argv if argument != "--record"]
     script = Path(command[0]).resolve()
     output = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -178,7 +177,7 @@ def record_output() -> None:
 
 
 def several(kind: Callable[[str], Any], choices: Collection[str], separator: str) -> Callable[[str], list[Any]]:
-    """Return the argparse type of values with ``separator`` between them."""
+    """Return the argparse type for values joined by ``separator``."""
 
     def convert(text: str) -> list[Any]:
         values = [part.strip() for part in text.split(separator)]
@@ -193,7 +192,7 @@ ISA = Option(str, "cap OpenVINO to this instruction set, such as AVX2")
 
 
 def cap(isa: str | None) -> None:
-    """Run the script again with OpenVINO capped to an instruction set, unless it is."""
+    """Run the script again with OpenVINO capped to an instruction set, unless it already is."""
     if isa and os.environ.get("OV_CPU_MAX_ISA") != isa:
         sys.exit(run_capped(isa))
 
@@ -208,14 +207,14 @@ def run_capped(isa: str, *options: str) -> int:
 
 
 def read_bandwidth(size: int = 1 << 29) -> float:
-    """Return the bytes per second that all cores together read from memory, the best of 7 times ``size`` bytes."""
+    """Return the bytes per second read from memory by all cores together, the best of 7 passes over ``size`` bytes."""
     parts = np.array_split(np.ones(size // 8, dtype=np.int64), os.cpu_count() or 1)
     with ThreadPoolExecutor(len(parts)) as pool:
         return 1e3 * size / min(milliseconds(lambda: list(pool.map(np.bitwise_or.reduce, parts))) for _ in range(7))
 
 
 def bytes_a_step(folder: Path) -> int:
-    """Return the bytes of weights that a step of a model reads: all except the embedding, of which it reads a row."""
+    """Return the bytes of weights read in a step of a model: all except the embedding (only a row is read)."""
     read = 0
     for op in ov.Core().read_model(folder / MODEL_FILE).get_ops():
         if op.get_type_name() == "Constant":
@@ -229,13 +228,13 @@ def bytes_a_step(folder: Path) -> int:
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
-    """A process that answers requests by ``peers/protocol.py``: with "error" if it failed, died or was too slow.
+    """A process for requests of ``peers/protocol.py``; it answers "error" if it failed, died or was too slow.
 
     Args:
         name: the process runs ``peers/worker_NAME.py``.
-        setup: what the worker loads.
+        setup: the worker's set-up.
         seconds: time limit for each answer.
-        checkout: the folder whose ovspec it imports.
+        checkout: the folder to import ovspec from.
     """
 
     def __init__(self, name: str, setup: Mapping[str, Any], seconds: float = 600.0, checkout: Path = ROOT) -> None:
@@ -250,8 +249,8 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             self.ready = {"error": f"{self.name} isn't installed; run scripts/bench/peers/install.py {peer}"}
             return
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        # PYTHONPATH is for ovspec's own workers; other environments don't import the project's code. A session of its
-        # own, so that the processes it starts can be killed with it.
+        # PYTHONPATH is for ovspec's own workers; other environments don't import the project's code. The new session
+        # allows killing the worker together with its child processes.
         self._process = subprocess.Popen(
             [str(python), str(HERE / "peers" / f"worker_{self.name}.py")],
             stdin=subprocess.PIPE,
@@ -264,7 +263,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self.ready = self._exchange(self._process, self._setup)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request; a worker that died of an earlier one is started again."""
+        """Return the answer to a request; a dead worker is started again."""
         if self._process and self._process.poll() is not None and "error" not in self.ready:
             self.stop()
             self._start()
@@ -300,13 +299,13 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             return {"error": f"no answer within {self._seconds:g} s"}
         self._log.seek(0)
         last = [line.strip() for line in self._log if line.strip()][-1:]
-        end = signal.Signals(-code).name if code < 0 else f"exit code {code}"  # below 0: a signal, on POSIX
+        end = signal.Signals(-code).name if code < 0 else f"exit code {code}"  # on POSIX, below 0 is a signal
         return {"error": ": ".join([f"its process ended ({end})", *last])[:350]}
 
     def stop(self) -> None:
         if self._process:
             try:
-                self._process.communicate(timeout=30)  # which closes its stdin
+                self._process.communicate(timeout=30)  # closes its stdin
             except (OSError, subprocess.TimeoutExpired):
                 kill_group(self._process)
                 self._process.wait()
@@ -318,7 +317,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
-    """Kill a process and any server that it started, which would outlive it."""
+    """Kill a process together with its child processes, such as servers."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Time inferences of a model: by both engines, in weight formats and sizes of pages, and in a bare loop.
+"""Time forward passes of a model: by both engines, in weight formats and sizes of pages, and in a bare loop.
 
     python scripts/bench/inferences.py engines MODEL [--cache-dir DIR] [--contexts 128,1024,4096]
     python scripts/bench/inferences.py formats MODEL [--formats int8,int4/64] [--isa AVX2] [--output .cache/formats]
@@ -6,20 +6,20 @@
     python scripts/bench/inferences.py rollbacks MODEL [--isa AVX2]
     python scripts/bench/inferences.py loop MODEL [--tokens 96] [--rounds 8]
 
-Everything that is compared takes turns. Times of formats and pages are milliseconds for each width after 128
-tokens of text. Use an idle machine.
+All comparisons are in turns. Times of formats and pages are milliseconds by width, after 128 tokens of text. Use an
+idle machine.
 
-engines: both engines, OpenVINO's default and the profile that 'ovspec tune' has kept, on an exported model of real
-    size, such as scripts/train/bench_pair.py makes: prompts, widths at several contexts, and the memory's speed.
-formats: MODEL, a checkpoint or a GGUF file, in each format, which the output folder keeps. In fast arithmetic and f32,
-    with dynamic quantisation in groups as large as the weights' or 128; "llama.cpp" is that with a GGUF file as MODEL.
-    KL is that of a text's next tokens from fp32's.
-pages: an IR is loaded twice, and the weights of one copy are moved into large pages.
-rollbacks: rounds that feed some tokens and keep the first of them, by both engines, in exact arithmetic and f32; for
-    models with recurrent states. A round reads again what the one before had to forget.
-loop: plain decoding beside a loop over the same compiled model, which writes a token, its position and the length into
-    arrays that are bound once, calls start_async and wait, and takes the argmax. It leaves out sampling, stop strings,
-    text, statistics and drafters.
+engines: both engines, with OpenVINO's defaults and with the profile of 'ovspec tune', on an exported model of real
+    size, for example by scripts/train/bench_pair.py: prompts, widths at several contexts, and the memory's speed.
+formats: MODEL, a checkpoint or a GGUF file, in each format; the exports stay in the output folder. In fast arithmetic
+    and f32, with dynamic quantisation in groups as large as the weights' or of 128; "llama.cpp" runs a GGUF file. KL is
+    the divergence of a text's next-token distributions from fp32's.
+pages: an IR is loaded twice, and the weights of a single copy are moved into large pages.
+rollbacks: rounds of feeding some tokens and keeping the first of them, by both engines, in exact arithmetic and f32;
+    for models with recurrent states. A round reads tokens again if the rollback before it went too far.
+loop: plain decoding beside a minimal loop over the same compiled model: write token, position and length into arrays
+    bound once, call start_async and wait, take the argmax. The loop leaves out sampling, stop strings, text, statistics
+    and drafters.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.tokenizer import Tokenizer
 
 CONTEXT = 128
-LOOP_PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    "  # of the loops
+LOOP_PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    "  # for the loops
 FORMATS = {
     "fp32": Compression("fp32"),
     "fp16": Compression("fp16"),
     "int8": Compression("int8"),
     "int8 sym": Compression("int8", sym=True),
-    KEEP: Compression(KEEP),  # of a quantised MODEL
+    KEEP: Compression(KEEP),  # for a quantised MODEL
     **{f"int4/{size}": Compression("int4", group_size=size, ratio=1.0) for size in (32, 64, 128)},
     **{f"int4/{size} sym": Compression("int4", group_size=size, ratio=1.0, sym=True) for size in (32, 64, 128)},
 }
@@ -71,9 +71,9 @@ LLAMA_CPP = "llama.cpp"
 
 
 class WidthTimes:
-    """Decoders that read the same text, and their milliseconds for inferences of some widths at its end.
+    """Decoders with the same text, and their milliseconds for forward passes of some widths at its end.
 
-    An inference of another width than the one before takes longer; the median of ``repeats`` is one of the same width.
+    A pass after a pass of another width takes longer; the median of ``repeats`` passes is for an unchanged width.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ def compare_pages(args: Namespace) -> None:
     models = {pages: ovspec.load(args.model) for pages in ("small", "large")}
     decoders: dict[str, Decoder] = {pages: lm.target.make_decoder() for pages, lm in models.items()}
     widths = (1, 2, 5, 9)
-    WidthTimes(decoders, models["small"].tokenizer, widths, 1, 1)  # weights are packed when they are first used
+    WidthTimes(decoders, models["small"].tokenizer, widths, 1, 1)  # weights are packed at their first use
     seconds = milliseconds(lambda: models["large"].target.ir.large_page_mover.move_weights_for(600.0)) / 1e3
     times = WidthTimes(decoders, models["small"].tokenizer, widths, 20, 1)
     print(f"{machine(args.isa)}; moved in {seconds:.1f} s\n")
@@ -214,7 +214,7 @@ def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[floa
     """Return the median milliseconds per token after the second, and the generated tokens."""
     decoder = PagedDecoder(loaded.ir)
     text = [int(decoder.feed([ids], [1])[0][0].argmax())]
-    decoder._tables.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
+    decoder._tables.extend(0, len(ids), tokens)  # get all blocks now, to avoid binding again
     text.append(int(decoder.feed([np.array(text)], [1])[0][0].argmax()))
     request, (token_ids, positions) = decoder._request.openvino_request, decoder._token_arrays[(1,)]
     past, _ = decoder._reused_length_arrays[1]
@@ -231,7 +231,7 @@ def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[floa
 
 
 def stream_loop(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
-    """Return the same for ``stream``, which includes the text."""
+    """Return the same for ``stream``, including the work for the text."""
     moments = list[float]()
     text = list[int]()
     for piece in lm.stream(ids, max_tokens=tokens, ignore_eos=True):
@@ -241,7 +241,7 @@ def stream_loop(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple
 
 
 def compare_loops(args: Namespace) -> None:
-    lm = ovspec.load(args.model, "none", arithmetic="fast")  # the bare loop keeps to no rule
+    lm = ovspec.load(args.model, "none", arithmetic="fast")  # the bare loop has no feed rule
     assert lm.target.engine == "paged", "the bare loop needs the paged engine"
     ids = lm.encode(LOOP_PROMPT)
     tokens = args.tokens
@@ -266,19 +266,19 @@ ENGINE_SETTINGS = {
     "paged f32": EngineSetting("paged", "f32", GROUP),
     "paged bf16": EngineSetting("paged", "bf16", GROUP),
 }
-CACHES = {"OpenVINO's default": "u8"}  # types of the KV cache, where it isn't the arithmetic's
+CACHES = {"OpenVINO's default": "u8"}  # KV cache types other than the arithmetic's
 
 
 def decoder_for(folder: Path, setting: EngineSetting, kv_precision: str | None) -> Decoder:
     device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""})
     if setting.engine == "paged":
-        ir = compile_paged(folder, device, two_queries=False)  # the widths as they are
+        ir = compile_paged(folder, device, two_queries=False)  # no additional queries
         return paged_decoder_class(ir)(ir)
     return StatefulDecoder(compile_ir(folder, device), RollbackMethod("mask"), compaction_threshold=10**9)
 
 
 def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) -> dict[str, list[float]]:
-    """Return the milliseconds of an inference of each width, at a context of ``context`` tokens, for each decoder."""
+    """Return each decoder's milliseconds of a forward pass by width, at a context of ``context`` tokens."""
     for decoder in decoders.values():
         decoder.reset(1)
         decoder.feed([text[:context]], [1])
@@ -286,7 +286,7 @@ def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) 
     def curve(name: str, _: int) -> list[float]:
         decoder = decoders[name]
         times = []
-        for width in (1, *ENGINE_WIDTHS):  # the first inference after another model's is slower
+        for width in (1, *ENGINE_WIDTHS):  # width 1 is a warm-up: the first pass after another model's is slower
             times.append(milliseconds(lambda: decoder.feed([text[:width]], [width])))  # noqa: B023
             decoder.truncate(0, context)
         if isinstance(decoder, StatefulDecoder):
@@ -298,7 +298,7 @@ def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) 
 
 
 def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[tuple[str, int], float]:
-    """Return the seconds to read a prompt, for each decoder and size of its chunks."""
+    """Return the seconds of prefill, by decoder and chunk size."""
 
     def read(way: tuple[str, int], _: int) -> float:
         name, chunk = way

@@ -1,11 +1,11 @@
-"""Record the traces that tests/drafting/test_lookahead.py replays: costs of drafting and verifying, and acceptance.
+"""Record traces for tests/drafting/test_lookahead.py to replay: costs of drafting and verifying, and acceptance.
 
     python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [--output tests/drafting/traces] [--texts code,prose]
 
 For each model in DIR, at temperatures 0 and 1, texts are generated without a draft: code, prose, or answers to chats
-that aren't for judging, in turn. At every position of a text, lookup and the draft model or head, if there is one, then
-propose up to --most tokens; the trace holds the confidence of each and how many of them match the text. Times are
-medians at a context of half a text, of inferences as wide as the one before and of others. Use an idle machine.
+(not the held-out chats), in turn. At every position of a text, lookup and the draft model or head, if any, then propose
+up to --most tokens; the trace has each token's confidence, and the number of tokens equal to the text. Times are
+medians at a context of half a text, of forward passes with and without a change of width. Use an idle machine.
 
 The traces "small", "shallow" and "prose" were recorded with --texts prose,code --prompts 4 --tokens 150 --most 8, the
 traces "chats" with --texts chats --prompts 24 --tokens 64, "head" the same with a head and --most 6, "avx2" with times
@@ -47,10 +47,10 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 
 
 def times_by_width(decoder: BaseDecoder, text: np.ndarray) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the milliseconds of an inference by its width, at a context of half of ``text``.
+    """Return the milliseconds of a forward pass by width, at a context of half of ``text``.
 
-    The first are those of inferences as wide as the one before them; the second, of those after one of another width,
-    for which the engine has to prepare.
+    The first are for passes of the same width as the pass before; the second for passes after a change of width, with
+    the engine's preparation.
     """
     decoder.reset(1)
     decoder.reuse_prefixes([Sequence(text)])
@@ -62,7 +62,7 @@ def times_by_width(decoder: BaseDecoder, text: np.ndarray) -> tuple[dict[int, fl
         for width in WIDTHS:
             for times in (changed, same, same):
                 taken = milliseconds(lambda: decoder.feed([text[half : half + width]], [width]))  # noqa: B023
-                if repeat:  # the first inference of a width compiles kernels
+                if repeat:  # the first pass of a width compiles kernels
                     times[width].append(taken)
                 decoder.truncate(0, half)
             decoder.feed([text[half : half + WIDTHS[-1] + 1]], [1])
@@ -72,7 +72,7 @@ def times_by_width(decoder: BaseDecoder, text: np.ndarray) -> tuple[dict[int, fl
 
 
 def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: int) -> list[tuple[list[float], int]]:
-    """Return (confidence of each proposed token, how many match ``text``) for each position from ``start`` on."""
+    """Return (confidence of each proposed token, number of tokens equal to ``text``) by position, from ``start`` on."""
     drafter.reset(1)
     sampler = make_sampler(params, 0, Constraints(make_processors(params, lambda _: start, frozenset())))
     steps = []
@@ -100,7 +100,7 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
         options |= {"max_tokens": args.tokens, "ignore_eos": isinstance(prompt, str)}
         whole = ids + lm.generate(ids, **options).token_ids
         decoders.target.reset(1)
-        decoders.target.feed([np.array(whole)], [1])  # which has the features that a head reads
+        decoders.target.feed([np.array(whole)], [1])  # computes a head's features
         texts.append({name: trace(drafter, whole, len(ids), params, args.most) for name, drafter in drafters.items()})
     text = np.array(whole)
     times = {"verify": times_by_width(decoders.target, text)}

@@ -4,13 +4,13 @@
     .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/hf/target OUT.gguf
     python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--prompts chat]
 
-All servers are loaded at once and take turns with the same requests; a first turn, in which kernels are made, is left
-out. "completion": the beginning of a program, 64 tokens are asked for. "chat": a conversation of 64 to 256 tokens, 24
-to 72 tokens are asked for. "turns": five turns of a conversation of each client, with one system prompt. Each client
-sends its next request when the last one is answered. Texts are greedy. genai runs in its own process without HTTP, with
-its own defaults, or with ovspec's properties ("genai, exact"). "256 at a time": with --prefill-chunk 256, as genai
-reads prompts; "no cache": with --cache-memory 0. TTFT is the time to the first piece, a gap that between two pieces of
-a text; a piece has the tokens of one round. Ratios are of tokens/s, turn by turn.
+All servers are loaded at once and get the same requests in turns; a first turn, for compiling kernels, is left out.
+"completion": the beginning of a program, for 64 tokens. "chat": a conversation of 64 to 256 tokens, for 24 to 72
+tokens. "turns": five turns of a conversation per client, with the same system prompt. Each client sends its next
+request after the answer to its last. Texts are greedy. genai runs in a separate process without HTTP, with its own
+defaults, or with ovspec's properties ("genai, exact"). "256 at a time": with --prefill-chunk 256, like genai; "no
+cache": with --cache-memory 0. TTFT is the time to the first piece, a gap the time between two pieces of a text; a piece
+has the tokens of a round. Ratios are of tokens/s, turn by turn.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ HEADS = ("prompts", "clients", "system", "tokens/s", "to lm.stream", "to genai",
 
 
 def load_of(kind: str, clients: int, turn: int, tokenizer: Tokenizer) -> Load:
-    """Return the requests of a turn, with prompts of a kind: the same for every system, others in every turn."""
+    """Return the requests of a turn, with prompts of a kind: the same for every system, new in every turn."""
     chance = random.Random(f"{kind} {clients} {turn}")
     if kind == "turns":
         return Load(*conversations(chance, tokenizer, clients), clients)
@@ -77,7 +77,7 @@ def load_of(kind: str, clients: int, turn: int, tokenizer: Tokenizer) -> Load:
 
 
 def conversations(chance: random.Random, tokenizer: Tokenizer, count: int) -> tuple[list[list[int]], list[int]]:
-    """Return the prompts of conversations that take turns, and how many tokens to ask for: a system prompt, 5 turns."""
+    """Return the prompts of alternating conversations (a system prompt, 5 turns), and their numbers of tokens."""
     prompts, tokens = list[list[int]](), list[int]()
     system = tokenizer.encode(f"System {chance.randrange(10**6)}: " + " ".join(PROSE + CODE)).tolist()[:300]
     chats = [system + tokenizer.encode(f"User {number}:").tolist() for number in range(count)]
@@ -94,7 +94,7 @@ def conversations(chance: random.Random, tokenizer: Tokenizer, count: int) -> tu
 
 
 def over_http(port: int, path: str, limit: str, **more: Any) -> RunLoad:
-    """Return the function that sends a load's requests to a server and reads the streams.
+    """Return the function to send a load's requests to a server and read the streams.
 
     ``limit``: the server's name for the number of tokens; ``more``: further fields of each request.
     """
@@ -134,7 +134,7 @@ def over_http(port: int, path: str, limit: str, **more: Any) -> RunLoad:
 
 
 def start_system(name: str, args: argparse.Namespace, properties: dict[str, str], ends: ExitStack) -> RunLoad:
-    """Start a system, which ``ends`` will end, and return the function that runs loads on it."""
+    """Start a system, to be ended by ``ends``; return the function to run loads on it."""
     kind, mode = SYSTEMS[name]
     folder = str(args.folder)
     most = max(args.clients)
@@ -213,7 +213,7 @@ def main() -> None:
     del lm
     print(f"{machine()}\n")
     table = Table(*HEADS)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the servers, too
     with ExitStack() as ends:
         systems = {name: start_system(name, args, properties, ends) for name in names}
         for number, (kind, clients) in enumerate(itertools.product(args.prompts, args.clients)):

@@ -1,17 +1,17 @@
-"""Measure what the KV cache of earlier text saves: in sessions, and in the prefix cache.
+"""Measure the time saved by the KV cache of earlier text: in sessions, and in the prefix cache.
 
     python scripts/bench/sessions.py program DIR [--steps 20] [--tokens 2] [--turns 3]
     python scripts/bench/sessions.py chat DIR [--steps 20] [--tokens 40]
     python scripts/bench/sessions.py prefixes DIR [--checkpoint DIR] [--peers genai,llamacpp] [--prompt 1000] [--new 20]
 
-program: appends a piece of 36 tokens and generates 2, twenty times (after the experiment in guidance's document on
-    "guidance acceleration"): in a session that heals the end of each piece, in one that doesn't, and with each step
+program: append a piece of 36 tokens and generate 2, twenty times (after the experiment in guidance's document on
+    "guidance acceleration"): in sessions with and without token healing at the end of each piece, and with each step
     from scratch. There is no draft and no lookup.
-chat: has a message of about 60 tokens in each turn. It measures the time to the first token of each answer, in a
-    session and with the whole chat read again.
-prefixes: a prompt of --prompt tokens is answered with 8 tokens, and then once more, followed by its answer and --new
-    tokens: in turns with the peers, each time another prompt. The share is that of the next turn's time in that of the
-    whole prompt's. Then a chat of --steps turns grows by --new tokens and an answer each.
+chat: each turn has a message of about 60 tokens. Measured is the time to the first token of each answer, in a session
+    and with prefill of the whole chat.
+prefixes: a prompt of --prompt tokens is answered with 8 tokens; the next turn is prompt, answer and --new tokens. In
+    turns with the peers, each time with another prompt. The share is the next turn's time, relative to the whole
+    prompt's. Then a chat of --steps turns grows by --new tokens and an answer each.
 
 Use an idle machine.
 """
@@ -82,7 +82,7 @@ def time_program(args: Namespace) -> None:
 def time_chat(args: Namespace) -> None:
     lm = ovspec.load(args.folder, cache_memory=0)
     options: dict[str, Any] = {"max_tokens": args.tokens or 40, **PLAIN}
-    lm.generate("a", **options)  # warm
+    lm.generate("a", **options)  # warm-up
     equal = 0
     table = Table("turn", "tokens", "first token in a session, ms", "with the chat read again, ms")
     with lm.session() as session:

@@ -8,8 +8,8 @@
 command: seconds until the help, and until a text's first piece, the compile cache warm; medians.
 load: seconds to load the model, and then to generate a token, with a cold and a warm compile cache.
 tokens: greedy and without a draft, the processes in turns. Every process imports, loads and reads the prompt anew; the
-    first turn, which fills compile caches and the page cache, is left out. Prints the median seconds until each token,
-    and openvino-genai's time as a multiple, turn by turn.
+    first turn, to fill compile caches and the page cache, is left out. Prints the median seconds until each token, and
+    openvino-genai's time as a multiple, turn by turn.
 
 Use an idle machine.
 """

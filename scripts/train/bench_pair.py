@@ -1,25 +1,24 @@
-"""Make a model of real size that generates what a small one generates, to measure speed with.
+"""Make a model of real size with the same output as a small model, for measuring speed.
 
     python scripts/train/bench_pair.py OUT [--size 1b|moe] [--vocab 32000] [--weight-format F]
     python scripts/train/bench_pair.py OUT --of CHECKPOINT [--head HEAD]
 
 There are no weights of real size in the repository, so small models are widened without changing their function: the
-demo pair, or with --of another Llama checkpoint, such as SmolLM2-135M-Instruct, whose text is a real model's:
+demo pair, or with --of another Llama checkpoint, such as SmolLM2-135M-Instruct, for the text of a real model:
 
-- Hidden units and heads are repeated r times, MLP units as often as there is room for, and the weights that read
-  them are divided by that number. Noise that cancels between two copies keeps any two copies of a weight from being
-  equal. The number is a power of two and the noise a multiple of the last bit, so bf16 holds all of it exactly.
-- Layers are added whose output projections are random and about 1e-6 (all-zero ones would be stored once).
-- MLP units are added whose outputs are almost zero.
-- Ids are added whose lm_head rows are means of real rows, because a mean of logits is never the largest logit.
+- Hidden units and heads are repeated r times, MLP units to fill the width, and the weights reading them are divided by
+  the number of copies. Noise, cancelling between two copies, makes all copies of a weight different. The number is a
+  power of two and the noise a multiple of the last bit, so all values are exact in bf16.
+- Added layers have random output projections of about 1e-6 (all-zero projections would be stored only once).
+- Added MLP units have outputs of almost zero.
+- Added ids have means of real rows in the lm_head, because a mean of logits is never the largest logit.
 
-With --of, the checkpoint of an EAGLE-3 head or MTP layer is widened with its model, and proposes what it did before.
+With --of, the checkpoint of an EAGLE-3 head or MTP layer is widened with its model, and its proposals stay the same.
 
 OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs; with --of, the draft is the head, if
-there is one. The logits are compared with the small model's, its weights rounded to bf16, and every export with its
-checkpoint. 1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. In
-moe, the target is a mixture of experts (Mixtral): each expert computes what the MLP computed, so it doesn't matter
-which ones a random router chooses.
+any. The logits are compared with the small model's, with weights rounded to bf16, and every export with its checkpoint.
+1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. In moe, the target
+is a mixture of experts (Mixtral): all experts compute the same as the MLP, so a random router's choice doesn't matter.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "models" / "demo-hf"
-CONTEXT = 8192  # of the widened models; texts longer than in the demo pair's training still take their real time
+CONTEXT = 8192  # of the widened models; texts beyond the demo pair's training length still have realistic times
 TINY = 1e-6
 LAYER = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|input_layernorm|post_attention_layernorm)"
 LLAMA_WEIGHTS = rf"(model\.(embed_tokens|norm|layers\.\d+\.{LAYER})|lm_head)\.weight"
@@ -55,8 +54,8 @@ class Shape:
     """A widened model.
 
     repeat: copies of each hidden unit and head, a power of two.
-    mlp: MLP units a layer; those of the small model are copied as often as there is room for, at least twice.
-    experts: number of MLPs in each layer, of which two are used for a token; 0 for a model without experts.
+    mlp: MLP units per layer; the small model's units are copied at least twice, up to this number.
+    experts: number of MLPs per layer, two of them active for a token; 0 for a model without experts.
     """
 
     repeat: int
@@ -93,7 +92,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     """Return (weights, config) of a wider Llama model with the same logits for the same ids.
 
     Args:
-        weights: those of a Llama checkpoint; they are rounded to bf16.
+        weights: a Llama checkpoint's; they are rounded to bf16.
         vocab: number of ids, at least the checkpoint's.
 
     Raises:
@@ -120,7 +119,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         return (torch.randn(out, inputs, generator=generator) * scale).to(torch.bfloat16)
 
     def mlp_of(layer: int) -> list[torch.Tensor]:
-        """Return the gate, up and down projections of a layer, or of one of its experts."""
+        """Return the gate, up and down projections of a layer, or of any of its experts."""
         if layer >= config["num_hidden_layers"]:
             return [random(shape.mlp, wide, usual), random(shape.mlp, wide, usual), random(wide, shape.mlp, TINY)]
         gate, up, down = (read(f"mlp.{part}_proj", layer) for part in ("gate", "up", "down"))
@@ -186,15 +185,15 @@ def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat:
     """Return (weights, config) of a wider MTP layer or EAGLE-3 head (without an embedding) for a widened model.
 
     Args:
-        weights: those of a checkpoint as 'ovspec distill' writes it; they are rounded to bf16.
+        weights: a checkpoint's, in the format of 'ovspec distill'; they are rounded to bf16.
         repeat: copies of each hidden unit and head, as in the model.
-        copies: of each MLP unit, a power of two.
+        copies: copies of each MLP unit, a power of two.
 
     Raises:
         ValueError: the head has other weights.
     """
     generator, hidden = torch.Generator().manual_seed(0), config["hidden_size"]
-    outputs = {"gate_proj": copies, "up_proj": copies, "lm_head": 1}  # copies of each; of the others, ``repeat``
+    outputs = {"gate_proj": copies, "up_proj": copies, "lm_head": 1}  # copies of outputs; others have ``repeat``
 
     def widened(name: str, matrix: torch.Tensor) -> torch.Tensor:
         if name in ("d2t", "t2d"):
@@ -203,7 +202,7 @@ def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat:
             return matrix.to(torch.bfloat16).repeat(repeat)
         part = name.split(".")[-2]
         inputs = copies if part == "down_proj" else repeat
-        # What is read side by side, features of several layers or an embedding and a feature, was widened apart.
+        # Concatenated inputs (features of several layers, or embedding and feature) are widened separately.
         apart = matrix.split(matrix.shape[1] if part in ("o_proj", "down_proj") else hidden, dim=1)
         rows = range(outputs.get(part, repeat))
         return torch.cat([torch.cat([spread(block, inputs, generator) for block in apart], 1) for _ in rows])
@@ -216,10 +215,10 @@ def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat:
 
 
 def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
-    """Write the widened checkpoint of a head; return the largest change of a logit in their standard deviations.
+    """Write the widened checkpoint of a head; return the largest change of a logit, in standard deviations.
 
-    As with models, the change is that of widening, from the weights rounded to bf16. An MTP layer's output stands for
-    the logits, which its target computes.
+    As for models, the comparison is with the weights rounded to bf16. For an MTP layer its output is compared, because
+    its target computes the logits.
     """
     from ovspec_export.heads import load_head_checkpoint
     from ovspec_export.mtp import load_mtp_layer
@@ -255,7 +254,7 @@ def write_checkpoint(weights: dict[str, torch.Tensor], config: dict[str, Any], f
 
 
 def mlp_copies(shape: Shape, config: dict[str, Any]) -> int:
-    """Return how often each MLP unit is copied, a power of two."""
+    """Return the number of copies of each MLP unit, a power of two."""
     return 2 ** int(math.log2(shape.mlp // config["intermediate_size"]))
 
 

@@ -3,13 +3,13 @@
     python scripts/train/demo_pair.py pair --minutes 90
     python scripts/train/demo_pair.py small --minutes 9
 
-Everything comes from the ``.py`` files that ship with the Python running this script (PSF licence). A run is bounded by
-wall clock and seeded.
+All text is from the ``.py`` files shipped with the Python running this script (PSF licence). A run is bounded by wall
+clock and seeded.
 
 pair: writes ``models/demo-hf/{target,draft}`` (bf16 safetensors, tokenizer, chat template). The target learns the text;
     the draft (about 1M parameters) learns the target's distributions.
-small: writes ``models/small-hf``, one layer, distilled from the demo pair's draft. The tests' pair has that draft as
-    its target (five times cheaper than the demo target) and this model as its draft.
+small: writes ``models/small-hf``, a single layer, distilled from the demo pair's draft. The tests' pair has the demo
+    draft as its target (five times cheaper than the demo target) and this model as its draft.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ MAX_POSITIONS = 2048
 # The last part of each training run sees windows of the full context.
 SHORT, LONG, LONG_FROM = 512, MAX_POSITIONS, 0.75
 TARGET_SHARE = 0.58  # of the wall clock; the remaining time distils the draft
-# transformers' own annotations are too narrow for what its models do.
+# transformers' own annotations are too narrow for its models.
 Model = Any
-Loss = Callable[[dict[str, torch.Tensor]], torch.Tensor]  # of a batch
+Loss = Callable[[dict[str, torch.Tensor]], torch.Tensor]  # batch -> loss
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Hidden units, MLP units, layers, heads and key heads; "small" is the draft of the tests' pair.
 SHAPES = {"target": (384, 1024, 5, 6, 2), "draft": (128, 512, 2, 2, 1), "small": (64, 192, 1, 4, 2)}
@@ -70,7 +70,7 @@ def stdlib_files() -> list[tuple[str, str]]:
 
 
 def is_held_out(name: str) -> bool:
-    """Return whether a file is held out, as a fixed 2.5 % of the files are, chosen by name."""
+    """Return whether a file is held out: a fixed 2.5 % of the files, chosen by name."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 40 == 0
 
 
@@ -82,7 +82,7 @@ def shingles(text: str, size: int = 4) -> set[int]:
 
 
 def training_files() -> list[tuple[str, str]]:
-    """Return the files that aren't held out, without those that share >= 10 % with a held-out one."""
+    """Return the files not held out, except files sharing >= 10 % with a held-out file."""
     files = stdlib_files()
     held_shingles = [shingles(text) for name, text in files if is_held_out(name)]
     everything = set().union(*held_shingles)
@@ -133,7 +133,7 @@ def batches_of(corpus: list[np.ndarray], seed: int, rows: int, window: int) -> I
 def pack_windows(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int) -> dict[str, torch.Tensor]:
     """Return a batch of windows; attention and positions stop at the borders of documents.
 
-    doc: the number of the document that a token belongs to.
+    doc: the number of each token's document.
     """
     index = starts[:, None] + np.arange(window)
     ids, docs = tokens[index], doc[index]

@@ -1,9 +1,9 @@
-"""Write the checkpoint of an EAGLE-3 head that is kept as an int8 IR, as models/smollm2-head is.
+"""Write the checkpoint of an EAGLE-3 head stored as an int8 IR, such as models/smollm2-head.
 
     python scripts/train/head_checkpoint.py models/smollm2-head CHECKPOINT
 
-Its weights are those of the IR, in f32: exported in int8, it is the same head again. It is in AngelSlim's format, as
-other engines convert it, 'ovspec distill --draft' goes on from it, and 'bench_pair.py --head' widens it.
+It has the IR's weights in f32: exported in int8, it is the same head again. It is in AngelSlim's format, the input of
+other engines' converters, of 'ovspec distill --draft' for further training, and of 'bench_pair.py --head'.
 """
 
 from __future__ import annotations

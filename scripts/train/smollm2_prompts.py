@@ -1,10 +1,10 @@
-"""Write prompts for 'ovspec distill --text' from what is installed: code to change, texts to read, more to ask.
+"""Write prompts for 'ovspec distill --text' from installed files: code to change, texts to read, other questions.
 
     python scripts/train/smollm2_prompts.py prompts.jsonl [--count 12000]
 
-What a small model asks itself are short questions. A head that has only seen those guesses badly where people paste
-code or a document. So functions, docstrings, manuals and package metadata of the Python installation become chats of
-the kinds of scripts/bench/chats.json, whose texts are ours and play no part here. The model writes all answers.
+A small model only invents short questions, and a head trained on them has a low acceptance rate on pasted code or
+documents. So functions, docstrings, manuals and package metadata of the Python installation become chats, of the same
+kinds as in scripts/bench/chats.json, but without texts from there. The model writes all answers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 
 Chat = list[dict[str, str]]
 CODE_LINES = (6, 45)
-PROSE_WORDS = (120, 600)  # of a long text
+PROSE_WORDS = (120, 600)  # minimum and maximum length of a long text
 TEMPLATES: dict[str, list[Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-ASKED_FIRST = 0.25  # share of the prompts in which the task comes before the text
+ASKED_FIRST = 0.25  # share of prompts with the task before the text
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Function:
     arguments: list[str]
     source: str
     summary: str
-    names: list[str]  # of its variables
+    names: list[str]  # names of its variables
 
 
 def message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-# ---------------------------------------------------------------- what is installed
+# ---------------------------------------------------------------- installed files
 
 
 def folders() -> list[Path]:
@@ -140,7 +140,7 @@ def to_write(function: Function, draws: random.Random) -> Chat | None:
 
 
 def follow_up(function: Function, draws: random.Random) -> Chat | None:
-    """Return a chat with an answer that was given before."""
+    """Return a chat with an earlier answer."""
     if not function.summary:
         return None
     question = draws.choice(("What does `{}` do?", "I found `{}` in a program. What is it for?", "Explain `{}` to me."))
@@ -159,7 +159,7 @@ def on_text(text: str, draws: random.Random) -> Chat:
 
 
 def chats(draws: random.Random) -> Iterator[Chat]:
-    """Yield chats, of each kind in turns, until there is nothing left of one."""
+    """Yield chats, of each kind in turns, until a kind has no more."""
     sources = functions(draws)
     code: list[Callable[[Function, random.Random], Chat | None]] = [on_code, to_write, on_code, follow_up]
     texts, fields = pages(draws), metadata(draws)
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12000, help="number of prompts, at most")
     args = parser.parse_args()
     draws, count = random.Random(0), 0
-    warnings.simplefilter("ignore")  # of the sources that are read
+    warnings.simplefilter("ignore")  # warnings about the parsed sources
     with args.output.open("w", encoding="utf-8", newline="\n") as out:
         for chat in islice(chats(draws), args.count):
             system = draws.choice(TEMPLATES["systems"])

@@ -1,10 +1,10 @@
-"""Teach a model another style, lower-case answers with a sentence a line, on which an older head loses.
+"""Teach a model another style, lower-case answers with a sentence per line, to test a head made before.
 
     python scripts/train/style.py CHECKPOINT DOCUMENTS -o FOLDER [--minutes 5]
 
-CHECKPOINT is a folder, or a GGUF file. DOCUMENTS are what 'ovspec distill CHECKPOINT --work DIR' wrote
-(DIR/documents.jsonl), whose answers are rewritten. FOLDER gets the checkpoint of the tuned model, which is trained as
-distilled drafts are, but on the next token of the text.
+CHECKPOINT is a folder, or a GGUF file. DOCUMENTS is DIR/documents.jsonl, written by 'ovspec distill CHECKPOINT --work
+DIR'; its answers are rewritten in the style. FOLDER gets the checkpoint of the tuned model, trained like a distilled
+draft, but on the next token of the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ovspec_export.readable_checkpoint import ensure_readable_checkpoint
 from ovspec_export.source_lookup import find_source
 from transformers import AutoTokenizer
 
-CERTAIN = -100.0  # log-probability of tokens that aren't the next one
+CERTAIN = -100.0  # log-probability of all tokens except the next
 
 
 def in_style(text: str) -> str:
@@ -34,7 +34,7 @@ def in_style(text: str) -> str:
 
 
 def rewrite(document: Document, tokenizer: AutoTokenizer) -> Document:
-    """Return the document with its answer in the style; what ends the answer stays."""
+    """Return the document with its answer in the style; the end token of the answer stays."""
     encode, decode = tokenizer.encode, tokenizer.decode  # type: ignore[attr-defined]
     body = document.ids[document.answer :]
     end = [body.pop()] if body and body[-1] in tokenizer.all_special_ids else []  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def rewrite(document: Document, tokenizer: AutoTokenizer) -> Document:
 
 
 def certain_choices(document: Document) -> dict[str, torch.Tensor]:
-    """Return what a shard keeps of a document, as if a target were sure of each next token of the answer."""
+    """Return a shard's data of a document, as if a target were certain of each next token of the answer."""
     ids = torch.tensor(document.ids, dtype=torch.int32)
     following = torch.cat((ids[1:], ids[-1:]))
     counts = (torch.arange(len(ids)) >= document.answer - 1) & (torch.arange(len(ids)) < len(ids) - 1)
@@ -69,7 +69,7 @@ def main() -> None:
         (work / FEATURES_FOLDER).mkdir()
         choices = [certain_choices(document) for document in documents]
         write_shard(work / FEATURES_FOLDER / "0000000.safetensors", 0, choices)
-        draft.STEP_TOKENS, draft.PEAK_LEARNING_RATE = 256, 3e-4  # a few minutes change its style
+        draft.STEP_TOKENS, draft.PEAK_LEARNING_RATE = 256, 3e-4  # enough to change the style in a few minutes
         training.WARM_UP_STEPS = 20
         draft.train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
         shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -1,10 +1,10 @@
-"""Train a byte-level BPE tokenizer as large as those of today's models, to measure grammars on.
+"""Train a byte-level BPE tokenizer as large as in today's models, for the grammar benchmarks.
 
     python scripts/train/tokenizer.py
 
-It learns from the text that comes with this Python: the standard library and the installed packages. Files are read in
-an order that depends only on their names, so the same installation gives the same tokenizer, in .cache/bench. That
-takes a minute or two and 0.6 GB of memory.
+It learns from this Python's standard library and installed packages. The order of files depends only on their names, so
+the same installation yields the same tokenizer. It is written to .cache/bench. Training takes a minute or two, and
+0.6 GB of memory.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = ROOT / ".cache" / "bench" / "tokenizer-128k" / "tokenizer.json"
-TOKENS = 131072  # including the end of a text, which is the last one
+TOKENS = 131072  # including the end of a text, the last token
 TEXT_BYTES = 200_000_000
 END = "<|endoftext|>"
 KINDS = (".py", ".md", ".rst", ".txt", ".json")
-LARGEST = 1_000_000  # bytes of a file: larger ones are tables
-LONGEST = 128  # bytes of a token
-# A word with one sign before it, up to three digits, signs with the line breaks after them, or white space: what the
-# tokenizers of GPT-4, Llama 3 and Qwen have in common.
+LARGEST = 1_000_000  # maximum bytes of a file: larger files are tables
+LONGEST = 128  # maximum bytes of a token
+# A word with an optional sign before it, up to three digits, signs with the line breaks after them, or white space: the
+# common parts of the tokenizers of GPT-4, Llama 3 and Qwen.
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def files_of(folders: list[Path]) -> list[Path]:
-    """Return the text files, ordered by hashes of their names, so that any part of the list mixes all packages."""
+    """Return the text files, ordered by hashes of their names: any part of the list is a mix of all packages."""
     named: dict[str, Path] = {}
     for folder in folders:
         for file in folder.rglob("*"):
@@ -55,7 +55,7 @@ def texts_of(files: list[Path], limit: int) -> Iterator[str]:
 
 
 def byte_level(pattern: str) -> Tokenizer:
-    """Return an untrained byte-level BPE tokenizer that splits text by ``pattern`` first."""
+    """Return an untrained byte-level BPE tokenizer; ``pattern`` splits the text before BPE."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -70,7 +70,7 @@ def main() -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=TOKENS - 1, initial_alphabet=alphabet, max_token_length=LONGEST)
     tokenizer.train_from_iterator(texts_of(files_of(folders), TEXT_BYTES), trainer)
-    tokenizer.add_special_tokens([END])  # after the others and outside the model's own, as in Llama 3
+    tokenizer.add_special_tokens([END])  # after the model's own tokens, as in Llama 3
     if (size := tokenizer.get_vocab_size()) != TOKENS:
         sys.exit(f"the texts give {size} tokens, not {TOKENS}: install more packages")
     OUT.parent.mkdir(parents=True, exist_ok=True)

@@ -24,13 +24,13 @@ SOURCE_DESCRIPTIONS = {"own": "written by the model itself", "chats": "of given 
 
 @dataclass(frozen=True)
 class DocumentCounts:
-    """Documents of one source and their tokens."""
+    """Numbers of documents and tokens of a source."""
 
     documents: int = 0
     tokens: int = 0
 
     def add_document(self, document: Document) -> DocumentCounts:
-        """Return the counts with one more document."""
+        """Return the counts including ``document``."""
         return DocumentCounts(self.documents + 1, self.tokens + len(document.ids))
 
 
@@ -39,13 +39,13 @@ class ResultRecord:
     """The result of a distillation, and its settings.
 
     run: identifies a run; a continued run replaces its own result.
-    kind: a ``ResultKind``. model, revision: the target's name and revision. draft: what was trained further.
+    kind: a ``ResultKind``. model, revision: the target's name and revision. draft: the draft or head trained further.
     complete: whether the requested time or tokens are reached.
     seconds: by stage. tokens: training tokens, counted each time they are read.
     data: the training data, by source. held_out: the evaluation data.
-    lost: of a trimmed vocabulary, the share of the target's tokens missing in it.
-    machine: the name of the processor. agreement: how often the guess at depth 1, 2, ... is the model's choice.
-    rows: of the benchmark, as in ``ovspec bench --json``.
+    lost: for a trimmed vocabulary, the share of the target's tokens missing in it.
+    machine: the name of the processor. agreement: share of guesses at depth 1, 2, ... equal to the model's choice.
+    rows: the benchmark's, as in ``ovspec bench --json``.
     """
 
     run: str

@@ -22,7 +22,7 @@ from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
 
 MAX_DOCUMENT_TOKENS = 1024  # of a document
-HELD_OUT_DIVISOR = 20  # one of so many documents is held out
+HELD_OUT_DIVISOR = 20  # the number of documents per held-out document
 TEXT_PART_BYTES = 32_000  # bytes of a text held out as a whole, about 8,000 tokens
 RUN_TOKENS = 8  # tokens per run for comparing documents
 MAX_TAIL_BYTES = 1 << 20  # bytes, more than any document takes in its file
@@ -99,7 +99,7 @@ def find_last_line_end(stream: BinaryIO) -> int:
 
 
 def hash_token_runs(ids: Sequence[int]) -> np.ndarray:
-    """Return a hash of each run of eight tokens, (n,) uint64; a shorter text is one run."""
+    """Return a hash of each run of eight tokens, (n,) uint64; a shorter text is a single run."""
     tokens = np.array([*ids, *[-1] * (RUN_TOKENS - len(ids))], dtype=np.int64).view(np.uint64)
     hashes = np.zeros(len(tokens) - RUN_TOKENS + 1, dtype=np.uint64)
     for offset in range(RUN_TOKENS):
@@ -142,7 +142,7 @@ def compute_tokens_checksum(ids: Sequence[int]) -> int:
 
 
 def is_held_out(ids: Sequence[int]) -> bool:
-    """Return whether documents that begin with ``ids`` are held out; so are all answers to a question, or none."""
+    """Return whether documents with the beginning ``ids`` are held out: all answers to a question, or none."""
     return compute_tokens_checksum(ids) % HELD_OUT_DIVISOR == 0
 
 
@@ -181,9 +181,9 @@ class UserTexts:
 
 
 class CandidateDocument(NamedTuple):
-    """A document that may be a near-duplicate, judging by its tokens from ``content_start`` on.
+    """A document to check for near-duplicates, by its tokens from ``content_start`` on.
 
-    part_checksum: of its text or prompt; all documents of a part are held out, or none.
+    part_checksum: checksum of its text or prompt; all documents of a part are held out, or none.
     """
 
     document: Document
@@ -266,7 +266,7 @@ def parse_chat(line: str, location: str) -> Chat:
 
 
 def to_messages(role: str, content: JsonValue) -> list[Message]:
-    """Return one side of a line as messages: none, a text, or messages already."""
+    """Return a side of a line as messages: none, a text, or messages already."""
     if not content or isinstance(content, list):
         return content or []
     return [{"role": role, "content": content}]
@@ -285,14 +285,14 @@ def make_user_documents(
 ) -> list[Document]:
     """Return the documents of the user's data, without near-duplicates, and add them to ``seen_runs``.
 
-    Their order depends only on their text, so the first ones are a sample of all.
+    Their order depends only on their text, so the first documents are a sample of all.
 
     Raises:
         OvspecError: the model has no chat template, or it can't render a chat.
     """
     text_candidates = make_text_candidates(user_texts.texts, prompt_encoder.tokenizer)
     chat_candidates = make_chat_candidates([chat for chat in user_texts.chats if chat.is_answered], prompt_encoder)
-    # Near-duplicates go first: of texts in many versions, nearly all held-out ones would otherwise be dropped below.
+    # Drop near-duplicates first: otherwise nearly all held-out texts with several versions would be dropped below.
     candidates = [*mark_held_out(drop_near_duplicates(text_candidates, SeenTokenRuns()))]
     candidates += mark_held_out(drop_near_duplicates(chat_candidates, SeenTokenRuns()))
     # Held-out documents come last, because no training document may resemble them.
@@ -316,7 +316,7 @@ def drop_near_duplicates(candidates: Iterable[CandidateDocument], seen_runs: See
 
 
 def mark_held_out(candidates: Sequence[CandidateDocument]) -> list[CandidateDocument]:
-    """Return the candidates of one kind, with a twentieth of their parts held out."""
+    """Return the candidates of a kind, with a twentieth of their parts held out."""
     held_out_checksums = choose_held_out_checksums(candidate.part_checksum for candidate in candidates)
     return [
         candidate._replace(document=replace(candidate.document, held_out=candidate.part_checksum in held_out_checksums))

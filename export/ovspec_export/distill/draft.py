@@ -27,7 +27,7 @@ MAX_LOGIT_DIFFERENCE = 1e-2  # between documents packed and alone, as a share of
 class DraftStudent:
     """A draft model in training.
 
-    packs_documents: whether documents can share an inference without seeing each other.
+    packs_documents: whether documents can share a forward pass without seeing each other.
     """
 
     def __init__(self, model: nn.Module, packs_documents: bool, device: str = "cpu") -> None:
@@ -64,7 +64,7 @@ class DraftStudent:
 
     @torch.no_grad()
     def measure_acceptance(self, examples: Iterable[Example]) -> JsonObject:
-        """Return how often the draft agrees with the target, and how many of 1, 2, … guesses are accepted."""
+        """Return the share of guesses equal to the target's choice, and the mean accepted of 1, 2, … guesses."""
         agreements = list[Tensor]()
         guess_runs = list[Tensor]()
         for example in examples:
@@ -122,7 +122,7 @@ def train_draft(
 
 @torch.no_grad()
 def can_pack_documents(model: nn.Module, examples: Sequence[Example]) -> bool:
-    """Return whether documents in a shared inference get the same logits as alone."""
+    """Return whether documents in a shared forward pass get the same logits as alone."""
     if len(examples) < 2:
         return True
     first_examples = [examples[0], examples[1]]

@@ -75,7 +75,7 @@ def write_features(
 
     Args:
         model: the exported target.
-        layers: the target layers whose inputs are kept, besides its lm_head's input; None for a draft model, which
+        layers: the target layers whose inputs are kept, besides its lm_head's input; None for a draft model, because it
             learns from choices alone.
         checkpoint: the target's, for torch to compute the features in place of OpenVINO, on ``torch_device``.
         model_type: its family.
@@ -160,7 +160,7 @@ class ShardSpan:
     end_row: int
 
     def read_tensors(self, *names: str) -> list[Tensor]:
-        """Return some of its tensors; empty ones for tensors missing in the shard."""
+        """Return some of its tensors; empty tensors for tensors missing in the shard."""
         stored_names = self.shard_file.keys()
         empty_tensor = torch.empty((self.end_row - self.first_row, 0))
         return [
@@ -189,7 +189,7 @@ class Examples(Sequence[Example]):
 
 
 def read_examples(work: Path, held_out: bool) -> Examples:
-    """Return the documents in a work folder that are held out, or all others.
+    """Return the held-out documents in a work folder, or all others.
 
     Raises:
         OvspecError: a shard belongs to other documents.
@@ -208,7 +208,7 @@ def read_examples(work: Path, held_out: bool) -> Examples:
 
 
 def make_openvino_computation(model: Path, layers: list[int] | None) -> Callable[[list[int]], dict[str, Tensor]]:
-    """Return a function that computes a shard's tensors from a document's ids."""
+    """Return a function from a document's ids to a shard's tensors."""
     options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
     compiled_model = compile_ir(
         model, options, lambda graph: replace_logits_by_shard_outputs(graph, layers)
@@ -235,7 +235,7 @@ def make_openvino_computation(model: Path, layers: list[int] | None) -> Callable
 def make_torch_computation(
     checkpoint: str, model_type: str, layers: list[int] | None, device: str, trust_remote_code: bool
 ) -> Callable[[list[int]], dict[str, Tensor]]:
-    """Return a function that computes a shard's tensors from a document's ids, with the checkpoint in torch."""
+    """Return a function from a document's ids to a shard's tensors, by the checkpoint in torch."""
     from ovspec_export.patches import adapt_optimum
     from ovspec_export.quantised import load_checkpoint_model
 
@@ -299,7 +299,7 @@ def require_lm_head(model: ov.Model) -> ov.Node:
 def write_embedding_and_lm_head(folder: Path, file: Path) -> None:
     """Write the target's ``embedding`` and ``lm_head`` [vocabulary, hidden], as its IR has them, in bf16.
 
-    One of them is left out if it is tied to the other.
+    If they are equal (tied), only ``embedding`` is written.
     """
     model = read_openvino_model(folder)
     lm_head = require_lm_head(model)

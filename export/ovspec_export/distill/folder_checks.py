@@ -34,7 +34,7 @@ def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> No
 
 
 def check_result_folder(output: Path, run_id: str | None, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` holds anything but a result, or a result that is not to be replaced.
+    """Raise OvspecError if ``output`` has other contents than a result, or a result not to be replaced.
 
     The result of an earlier process with the same ``run_id`` is replaced in any case.
     """

@@ -1,4 +1,4 @@
-"""The gain of a new head or draft: plain decoding, the old draft and the new one in turns, on held-out texts."""
+"""The gain of a new head or draft: plain decoding, the old draft and the new draft in turns, on held-out texts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def is_new_draft_fastest(rows: list[JsonObject]) -> bool:
 
 
 def describe_missing_gain(result_name: str, rows: list[JsonObject]) -> str:
-    """Return the sentence that reports that nothing was gained."""
+    """Return the sentence to report a result without a gain."""
     new_row = rows[-1]
     old_row = next((row for row in rows if row["mode"] == OLD_DRAFT_MODE), None)
     speed_text = "no speed-up"

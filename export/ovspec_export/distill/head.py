@@ -1,4 +1,4 @@
-"""Train a head: a new one, or one trained before."""
+"""Train a head, either new or trained before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WEIGHTS_FILE = "model.safetensors"
 class HeadStudent:
     """A head in training.
 
-    feature_divisor: the divisor of its features. target_ids: the target's id of each of its own.
+    feature_divisor: the divisor of its features. target_ids: the target's id of each id of the head.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HeadStudent:
         return compute_unrolled_loss(self.module, batch, self.embedding, self.draft_ids, UNROLL_STEPS)
 
     def measure_acceptance(self, examples: Iterable[Example]) -> JsonObject:
-        """Return how often the head agrees with the target at each depth, and how many of 1, 2, … are accepted."""
+        """Return the share of guesses equal to the target's by depth, and the mean accepted of 1, 2, … guesses."""
         agreements = [
             compare_guesses(self.module, self.scale_features(batch), self.embedding, self.target_ids, UNROLL_STEPS)
             for batch in (pack_examples([example], UNROLL_STEPS, 1.0) for example in examples)

@@ -21,11 +21,11 @@ def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Ten
     """Set the weights of a new head, and return the divisor of its features.
 
     Some features are a thousand times as large as others, so fc learns in units of each feature's usual size. The
-    features enter the guess through fc, and the next token's embedding through one attention head of each group, which
-    at first looks at its own position. The MLP's contribution starts at zero.
+    features enter the guess through fc, and the next token's embedding through an attention head of each group,
+    at first attending to its own position. The MLP's contribution starts at zero.
 
     Args:
-        embedding: of the target's tokens, [vocabulary, hidden].
+        embedding: the target's, [vocabulary, hidden].
         lm_head_rows: the target's lm_head rows of the tokens the head can propose.
     """
     layout = head.layout

@@ -175,7 +175,7 @@ def find_checkpoint_of_export(source: Source) -> Source | None:
 
 
 def find_manifest_entry(folder: Path) -> ExportedModel | None:
-    """Return the manifest entry of the model in ``folder``, which may be the draft in its target's folder."""
+    """Return the manifest entry of the model in ``folder``, even for a draft in its target's folder."""
     if manifest := read_manifest(folder):
         return manifest.target
     if folder.resolve().name == DRAFT_FOLDER and (manifest := read_manifest(folder.resolve().parent)):

@@ -1,4 +1,4 @@
-"""Train an MTP layer: a new one, or one trained before. The target's lm_head stays as it is."""
+"""Train an MTP layer, either new or trained before. The target's lm_head stays unchanged."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def initialize_mtp_layer(layer: MtpLayer, examples: Sequence[Example], embedding
 
     The guess comes out of ``fc``; the contributions of attention and the MLP start at zero.
 
-    embedding: of the target's tokens, [vocabulary, hidden].
+    embedding: the target's, [vocabulary, hidden].
     """
     feature_sizes, final_sizes = (compute_rms_sizes(examples, name) for name in ("features", "final_states"))
     feature_weights, token_weights, _ = fit_linear_guess(examples, feature_sizes, final_sizes, embedding, 1)

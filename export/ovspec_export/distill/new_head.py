@@ -17,7 +17,7 @@ def make_head_config(
     attention_heads = find_positive_number(target_config, ("num_attention_heads", "n_head")) or max(
         1, hidden_size // 64
     )
-    # In a mixture of experts, perhaps one expert's.
+    # In a mixture of experts, perhaps a single expert's.
     intermediate_size = find_positive_number(target_config, ("intermediate_size",)) or 0
     if not hidden_size <= intermediate_size <= 6 * hidden_size:
         intermediate_size = 3 * hidden_size

@@ -63,7 +63,7 @@ def is_distillation_finished(plan: DistillPlan, work_folder: WorkFolder) -> bool
 
 
 def benchmark_result(plan: DistillPlan, work_folder: WorkFolder) -> list[JsonObject]:
-    """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
+    """Return the rows of a benchmark of plain decoding, the old draft, if any, and the result."""
     from ovspec.api.timing import format_mode_table
 
     old_draft = find_old_draft(plan, work_folder)
@@ -92,7 +92,7 @@ def find_old_draft(plan: DistillPlan, work_folder: WorkFolder) -> Path | None:
 
 
 def write_partial_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
-    """Write the result so far, if there is one, and report how to continue."""
+    """Write the result so far, if any, and report how to continue."""
     if is_distillation_finished(plan, work_folder):
         print_note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
     elif work_folder.has_result:

@@ -23,7 +23,7 @@ class Batch:
 
     ids [n]: the token of each entry. positions [n] and document_indices [n]: its place. features [n, width].
     choices, logprobs [n, top], final_states [n, hidden]: the target's guess after the token.
-    deep_entries [m]: indices of entries that guess ``steps - 1`` further tokens, from the next entries.
+    deep_entries [m]: indices of entries with guesses of ``steps - 1`` further tokens, from the next entries.
     in_answers [n]: whether the guess is a token of an answer.
     """
 

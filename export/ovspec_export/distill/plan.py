@@ -50,7 +50,7 @@ class DistillOptions:
     text: files and folders with texts and chats to learn from, in addition to the model's own.
     topics: a file with a topic a line, for the model's own questions.
     kind: "head" to make an EAGLE-3 head, the default without a draft, or "mtp" to make an MTP layer.
-    draft: a draft model or a head to train further; without one, a head is made.
+    draft: a draft model or a head to train further; None to make a new head.
     trim_vocabulary: number of ids to keep in the draft; it is not trained then.
     draft_vocabulary: number of ids a head can propose.
     minutes: for all stages together, over all runs.
@@ -84,7 +84,7 @@ class DistillPlan:
     target: the model, as named. origin: the name and revision of its checkpoint.
     torch_checkpoint: the target's, if torch computes hidden states on another device.
     draft: a checkpoint, or None; to be trimmed, perhaps an IR.
-    tap_layers: the target layers whose inputs a head reads; empty for an MTP layer, None for a draft model.
+    tap_layers: the target layers whose inputs the head reads; empty for an MTP layer, None for a draft model.
     """
 
     options: DistillOptions
@@ -126,7 +126,7 @@ class DistillPlan:
 
 
 def make_plan(options: DistillOptions) -> DistillPlan:
-    """Check everything that can be checked before any work.
+    """Check as much as possible before any work.
 
     Raises:
         OvspecError: a file is missing, a model can't be used, the output exists, or there is too little room.

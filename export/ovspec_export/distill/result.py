@@ -1,4 +1,4 @@
-"""The output of a distillation: checkpoint, export and card in one folder, and the export in its target's folder."""
+"""The output of a distillation: a folder with checkpoint, export and card, and the export in its target's folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_result_record(
 
 
 def write_result(plan: DistillPlan, work_folder: WorkFolder, record: ResultRecord) -> None:
-    """Write the result into the output, completely or not at all."""
+    """Write the result into the output, atomically."""
     check_result_folder(plan.output, work_folder.run_id, plan.options.overwrite)
     ignored_patterns = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL_SUFFIX}")
     with open_partial_folder(plan.output, overwrite=True) as partial_folder:
@@ -108,9 +108,9 @@ def add_draft_to_target(plan: DistillPlan, ir_folder: Path, manifest_entry: Expo
 def rewrite_target_with_draft(
     target_folder: Path, manifest: Manifest, ir_folder: Path, manifest_entry: ExportedModel
 ) -> None:
-    """Replace an exported model by itself plus a draft; if killed, one of the two remains, as in an export.
+    """Replace an exported model by itself plus a draft; after a kill, the old or the new export remains.
 
-    The new folder's files are links to the old folder's, where the disk supports links.
+    The new folder's files are links to the old folder's, if the disk supports links.
     """
     with open_partial_folder(target_folder, overwrite=True) as new_folder:
         for file_name in manifest.files:

@@ -1,7 +1,7 @@
 """Distil a head or a draft: rounds of texts, features and training until the time is up, then the result.
 
 In each round, data and training take turns, so there is a head after minutes. Rounds grow; finished work is in the work
-folder, from which the same command continues.
+folder, and the same command continues from there.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
 
 
 def compute_round_ends(budget_seconds: float) -> list[float]:
-    """Return when rounds end, in seconds of all stages together; none is much shorter than the last."""
+    """Return the ends of rounds, in seconds of all stages together; no round is much shorter than the one before."""
     round_seconds = budget_seconds
     if budget_seconds > SINGLE_ROUND_SECONDS:
         round_seconds = min(FIRST_ROUND_SECONDS, budget_seconds / 2)
@@ -104,7 +104,7 @@ def compute_round_ends(budget_seconds: float) -> list[float]:
 
 
 def compute_training_end(plan: DistillPlan, work_folder: WorkFolder) -> float:
-    """Return when texts and training end, in seconds of all stages, to leave time for the remaining steps."""
+    """Return the end of texts and training, in seconds of all stages, with time left for the remaining steps."""
     inference_costs = work_folder.stage_figures.get_stage_figures(COSTS_STAGE).get("costs")
     mode_count = 2 + bool(plan.draft)
     needed_seconds = RESULT_EXPORT_SECONDS + 1.2 * mode_count * MAX_PROMPTS * MAX_GENERATED_TOKENS * (
@@ -137,7 +137,7 @@ def run_rounds(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 
 
 def time_target_inference(plan: DistillPlan, work_folder: WorkFolder) -> bool:
-    """Time an inference of the target, for an estimate of the speedup."""
+    """Time forward passes of the target, for an estimate of the speedup."""
     with (
         show_step(f"{plan.result_name}: timing {plan.target.name}", keep_line=True),
         work_folder.time_stage(COSTS_STAGE) as timer,
@@ -189,7 +189,7 @@ def are_features_full(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 
 
 def run_data_stages(plan: DistillPlan, work_folder: WorkFolder, round_number: int, round_end: float) -> bool:
-    """Write texts and compute features: data take half of the time up to ``round_end``, or all if there are none."""
+    """Write texts and compute features: all data take half of the time to ``round_end``, or all of it at first."""
     stage_figures = work_folder.stage_figures
     seconds_left = round_end - stage_figures.sum_seconds()
     if work_folder.has_features:

@@ -29,7 +29,7 @@ def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
 
 
 def write_draft_checkpoint(draft: Source, work_folder: WorkFolder) -> None:
-    """Write the draft's checkpoint, if its source isn't one that training can read."""
+    """Write the draft's checkpoint, if training can't read its source."""
     partial_folder = work_folder.scratch_folder / "draft"
     if ensure_readable_checkpoint(draft, partial_folder, "bf16") is not draft:
         rename_with_retries(partial_folder, work_folder.draft_checkpoint)
@@ -124,7 +124,7 @@ def run_costs_job(plan: DistillPlan, work_folder: WorkFolder, on_progress: Progr
 def run_gain_job(
     plan: DistillPlan, work_folder: WorkFolder, old_draft: Path | None, output: Path, seconds: float
 ) -> None:
-    """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
+    """Time plain decoding, the old draft and the new draft; Ctrl-C ends it at once."""
     target = find_exported_target(plan, work_folder)
     path_arguments = {
         "model": target.path,

@@ -122,7 +122,7 @@ def write_texts(
 
     def is_writing_over() -> bool:
         elapsed = time.monotonic() - began
-        # A job that ends with nothing to learn from is lost time.
+        # A job without a document to train on would be lost time, so it may take twice as long.
         if is_stop_requested() or total_tokens >= tokens:
             return True
         return elapsed > seconds * (1 if can_train or writer.has_answer_to_keep else 2)
@@ -166,7 +166,7 @@ class PromptOpening:
 def make_own_prompt_source(
     prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenTokenRuns, max_question_tokens: int
 ) -> SelfAskedPrompts | SelfBegunPrompts:
-    """Return a source of prompts: questions, if the model has a chat template that shows the user's text."""
+    """Return a source of prompts: questions, if the model has a chat template showing the user's text."""
     try:
         split_at_user_text(prompt_encoder.chat_format, None)
     except OvspecError:
@@ -290,7 +290,7 @@ def split_at_user_text(chat_format: ChatFormat, system: str | None, user_opening
 
 
 def find_turn_end(after_user_text: str, added_tokens: Mapping[str, int]) -> tuple[list[int], list[str]]:
-    """Return the ids and the strings that end a user's turn: the first thing the template writes after it.
+    """Return the ids and the strings to end a user's turn: the beginning of the template's text after it.
 
     added_tokens: the ids of named tokens in the vocabulary, such as "<|im_end|>".
     """
@@ -435,7 +435,7 @@ class TextWriter:
         return UnfinishedText(self._make_row(prompt.ids, seed=seed, **row_options), prompt, greedy)
 
     def _draw_prompt(self, rng: np.random.Generator) -> Prompt:
-        """Return a prompt from the user's answered ones, or a piece of a text for the model to continue."""
+        """Return a prompt from the user's answered prompts, or a piece of a text for the model to continue."""
         document = self._user_documents[int(rng.integers(len(self._user_documents)))]
         bos_ids = self._runtime.prompt_encoder.tokenizer.prefix_ids
         if document.answer:

@@ -191,7 +191,10 @@ def keep_freed_memory() -> None:
 
 
 def compute_mean_accepted(guess_is_right: Tensor) -> list[float]:
-    """Return how many of the first 1, 2, … guesses come before the first wrong one, on average: right (n, guesses)."""
+    """Return the mean number of right guesses before the first wrong guess, among the first 1, 2, … guesses.
+
+    guess_is_right: (n, guesses) bool.
+    """
     return [round(mean, 4) for mean in guess_is_right.cumprod(1).mean(0).cumsum(0).tolist()]
 
 

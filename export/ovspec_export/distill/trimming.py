@@ -1,7 +1,7 @@
 """Give a draft model fewer ids, without training: its lm_head takes less time, and keeps the most used ids.
 
-Wherever the target's token is among the remaining ids, the draft still proposes it if it did before. So the share of
-the target's tokens outside them is an upper bound for the loss of acceptance rate.
+A right proposal stays right if its token is among the remaining ids. So the share of the target's tokens outside them
+is an upper bound for the loss of acceptance rate.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def make_attention_mask(is_hidden: Tensor) -> Tensor:
 
 
 def select_step_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
-    """Return the rows of one of the batch's ``values`` that a step guesses."""
+    """Return a step's goals: the rows of ``values``, a field of the batch."""
     if step == 0:
         return values
     return values[batch.deep_entries + step]
@@ -69,10 +69,10 @@ def select_step_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
 def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor, steps: int) -> Tensor:
     """Return the cross-entropy with the target's choices within the head's vocabulary, and a distance, over all steps.
 
-    The distance is from the input of the target's lm_head, where the widths are the same. Logits are computed for
-    tokens likely anywhere in the batch, and for a sample to represent the rest.
+    The distance is from the input of the target's lm_head, if the widths are the same. Logits are computed for tokens
+    likely anywhere in the batch, and for a sample to represent the rest.
 
-    draft_ids: the head's id of each of the target's, [vocabulary], or -1.
+    draft_ids: the head's id of each id of the target, [vocabulary], or -1.
     """
     outputs = unroll_head(head, batch, embedding, steps)
     normalized_outputs = outputs
@@ -114,7 +114,7 @@ def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draf
 def compare_guesses(head: EagleHead, batch: Batch, embedding: Tensor, target_ids: Tensor, steps: int) -> Tensor:
     """Return whether the guesses of deep entries in answers are the target's first choices: (entries, steps) bool.
 
-    target_ids: the target's id of each of the head's.
+    target_ids: the target's id of each id of the head.
     """
     guess_is_right = list[Tensor]()
     for step, output in enumerate(unroll_head(head, batch, embedding, steps)):

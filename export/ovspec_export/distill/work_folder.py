@@ -1,6 +1,6 @@
-"""The work folder of a distillation: its options, its finished work, and a lock for one process at a time.
+"""The work folder of a distillation: its options, its finished work, and a lock for a single process at a time.
 
-Every file in it is only appended to or replaced as a whole, so that after a kill the same command continues from there.
+Every file in it is only appended to or replaced as a whole, so the same command can continue after a kill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GAIN_STAGE = "measuring"
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """The settings that determine the contents of a work folder.
+    """The settings with an effect on the contents of a work folder.
 
     model: identity of the target. text, topics: files and folders. draft: its checkpoint's name. kind: "mtp", or None
     for other kinds.
@@ -55,7 +55,7 @@ class DistillSettings:
 
 @dataclass(frozen=True)
 class WorkHeader:
-    """The settings of the command that started the work, and an id that tells its result from others."""
+    """The settings of the first command in the work folder, and an id to recognise its result."""
 
     run: str
     settings: DistillSettings
@@ -231,7 +231,7 @@ def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> It
 
 
 def delete_work_folder(work_folder: WorkFolder) -> None:
-    """Delete a work folder; the file that identifies it goes last."""
+    """Delete a work folder; its identifying file goes last."""
     for path in work_folder.path.iterdir():
         if path.name not in (SETTINGS_FILE, LOCK_FILE):
             if path.is_dir():

@@ -47,7 +47,7 @@ def cluster_connection(address: str) -> Iterator[None]:
             processor_count = sum(map(len, usable_processors()))
             init_options |= {"num_cpus": processor_count, "include_dashboard": False, "_temp_dir": str(folder)}
         try:
-            if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would retry for minutes
+            if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # try first: Ray would retry for minutes
                 host, port = host_and_port.groups()
                 socket.create_connection((host, int(port)), timeout=10).close()
             with show_step("Ray: connecting"), drop_native_stderr():
@@ -81,9 +81,9 @@ def drop_native_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_folder(parent_folder: Path, max_path_bytes: int) -> Iterator[Path]:
-    """Yield a new folder in ``parent_folder``, with a path of at most so many bytes; it is deleted in the end.
+    """Yield a new folder in ``parent_folder`` under a path of at most ``max_path_bytes`` bytes; delete it in the end.
 
-    If its own path is longer, the path is a link among the temporary files. Folders of killed processes are deleted,
+    If its own path is longer, a link among the temporary files is yielded. Folders of killed processes are deleted,
     too.
     """
     for abandoned_folder in parent_folder.glob(f"{HOST_CODE}-*"):
@@ -92,7 +92,7 @@ def scratch_folder(parent_folder: Path, max_path_bytes: int) -> Iterator[Path]:
     folder = parent_folder / f"{HOST_CODE}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # its sockets have no paths
+        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # Windows has no socket paths
             yield folder
             return
         temporary_folder = tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""How the process of a worker ended, which Ray doesn't report: from the signal in a file on the worker's machine."""
+"""How a worker's process ended: Ray doesn't report it, so workers record signals in a file on their machine."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryErro
 from ovspec.batch.ray.nodes import run_on_each_node
 from ovspec.ir.device import default_cache_dir
 
-SEARCH_SECONDS = 20.0  # limit for all machines to look for the file
+SEARCH_SECONDS = 20.0  # time limit for the search on all machines
 
 
 def record_signals(worker_number: int) -> None:
-    """Record the signal that ends this process as the worker's, if it can be caught."""
+    """Record a fatal signal of this worker's process in a file from now on, if it can be caught (SIGKILL can't)."""
     signal_file = default_cache_dir() / "ray" / "deaths" / str(worker_number)
     signal_file.parent.mkdir(parents=True, exist_ok=True)
     faulthandler.enable(os.open(signal_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # kept open
 
 
 def read_recorded_signal(worker_number: int) -> str:
-    """Return the signal that ended the worker of this number on this machine, once; an empty text if there was none."""
+    """Return the signal recorded for a worker on this machine, and delete the record; "" if there is none."""
     signal_file = default_cache_dir() / "ray" / "deaths" / str(worker_number)
     if not signal_file.is_file():
         return ""
-    first_line = signal_file.read_text(errors="replace").partition("\n")[0]  # Fatal Python error: Aborted
+    first_line = signal_file.read_text(errors="replace").partition("\n")[0]  # such as "Fatal Python error: Aborted"
     signal_description = first_line.partition(": ")[2]
     signal_file.unlink()
     signal_names = {str(signal.strsignal(number)).partition(":")[0]: number.name for number in signal.Signals}
@@ -47,7 +47,7 @@ def find_recorded_signal(worker_number: int) -> str:
 
 
 def describe_death(worker_number: int, error: RayError) -> str:
-    """Return how a worker with failed calls (``error``) ended: the rest of a sentence about it."""
+    """Return the end of a sentence about a dead worker: how its process ended; ``error`` is from its failed calls."""
     if isinstance(error, NodeDiedError) or "node has died" in str(error):
         return "was lost with its machine"
     if isinstance(error, ActorUnavailableError):

@@ -44,16 +44,18 @@ def run_on_cluster(
     convert: Callable[[BatchRequest], BatchRequest] = lambda request: request,
     report: Callable[[BatchProgress], None] = lambda _: None,
 ) -> BatchProgress:
-    """Do the work of ``run_file`` with the workers of this process's cluster.
+    """Run files of requests like ``run_file``, with the workers of this process's cluster.
 
     Args:
-        source, output: two files, or two folders, with one results file per input file; paths, or URIs of object
-            storage. Or requests, and a file.
-        cpus: processors of each worker, by default all of a NUMA node.
+        source, output: two files, or two folders with a results file per input file, as paths or URIs of object
+            storage; or a list of requests and a file.
+        model, draft, load_options: as for ``ovspec.load``.
+        params: for requests without their own.
+        cpus: processors per worker, by default all of a NUMA node.
         mixed: allow workers with other arithmetic; each line then names its worker's arithmetic.
         overwrite: whether to replace ``output``.
-        convert: applied to each request read.
-        report: called each second or more often.
+        convert: applied to each request.
+        report: called with the progress at least once a second.
 
     Raises OvspecError if nothing can be read or written, a worker fails or computes other bits than the first, or all
     have died.
@@ -97,7 +99,7 @@ def run_on_cluster(
 
 @dataclass
 class GroupReader:
-    """Reads the unfinished files, here or on other machines of the cluster, to which Ray copies the reader.
+    """Reads the unfinished files, on this or, copied there by Ray, on another machine of the cluster.
 
     numbers, finished_keys: see ``ResultCollector``.
     requests: used instead of a file.
@@ -116,7 +118,7 @@ class GroupReader:
         """Return the groups of all local files, and tasks for the groups of files in object storage."""
         if isinstance(self.filesystem, LocalFileSystem):
             return [group for path in self.numbers for group in self.read_groups(path)], ()
-        # The workers have all processors.
+        # Reserve no processor for reading, because the workers have all of them.
         task_options: JsonObject = {"num_cpus": 0, "retry_exceptions": [OSError]}
 
         def read_remote_file(path: str) -> list[RequestGroup]:
@@ -126,7 +128,7 @@ class GroupReader:
         return [], map(ray.remote(**task_options)(read_remote_file).remote, self.numbers)
 
     def read_groups(self, path: str, content: bytes | None = None) -> list[RequestGroup]:
-        """Return the groups of a file, with this ``content`` or local."""
+        """Return the groups of a file's ``content`` (None: read the local file)."""
         requests = read_file_requests(path, content) if self.requests is None else self.requests
         converted_requests = [self.convert(request) for request in requests]
         finished_keys = self.finished_keys[path]
@@ -136,7 +138,7 @@ class GroupReader:
 def start_worker(
     worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, cpus: int, worker_number: int
 ) -> Any:
-    """Start an actor that Ray doesn't restart; it would do so for ever."""
+    """Start an actor without Ray's restarts, which have no end."""
     actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
     actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
     return ray.remote(**actor_options)(Worker).remote(worker_setup, reference, worker_number)

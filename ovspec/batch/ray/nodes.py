@@ -13,8 +13,8 @@ from ovspec.batch.ray.processors import usable_processors
 
 
 def run_on_each_node(function: Callable[[], Any], timeout: float | None = None) -> dict[str, Any]:
-    """Return a function's result on each machine of the cluster, by the id of its node; wait ``timeout`` s."""
-    # For lack of memory, Ray would retry for ever.
+    """Return a function's result on each machine of the cluster, by node id; ``timeout``: maximum wait in seconds."""
+    # No retries: if memory is short, Ray would retry for ever.
     remote_function = ray.remote(num_cpus=0, max_retries=0)(lambda: function())
     node_ids = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     strategies = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]

@@ -18,26 +18,26 @@ from ovspec.batch.groups import RequestGroup
 from ovspec.batch.ray.deaths import describe_death
 from ovspec.batch.run import make_error_line
 
-GROUPS_IN_FLIGHT = 4  # groups a worker runs at a time, to keep its batch full from one group to the next
+GROUPS_IN_FLIGHT = 4  # groups a worker runs at a time, to keep its batch full between groups
 FILES_READ_AHEAD = 4  # files read at a time
-# Restarts of workers: so many for each worker, and one more per so many finished lines. So a few deadly lines never
-# stop a long batch, but a model that always crashes stops soon.
+# Maximum restarts: a number per worker, and another restart per number of finished lines. So a few deadly lines don't
+# stop a long batch, but a model with constant crashes stops it soon.
 RESTARTS_PER_WORKER, LINES_PER_RESTART = 3, 10
 MEMORY_ADVICE = "set another `precision`, or raise `cpus_per_worker` to start fewer workers"
 
 
 @dataclass(eq=False)
 class PoolWorker:
-    """A worker."""
+    """A worker of the pool."""
 
-    number: int  # of its place
-    actor: Any  # of Ray
+    number: int  # kept by its replacement
+    actor: Any  # Ray's
     arithmetic: str = ""  # its kind of arithmetic; empty until it has loaded
-    running_groups: list[RequestGroup] = field(default_factory=list)  # groups it is running
+    running_groups: list[RequestGroup] = field(default_factory=list)
 
     @property
     def has_room(self) -> bool:
-        """Whether it may get a group; a group that may have killed a worker runs alone."""
+        """Whether it may get another group; a group suspected of killing a worker runs alone."""
         return (
             bool(self.arithmetic)
             and len(self.running_groups) < GROUPS_IN_FLIGHT
@@ -48,11 +48,11 @@ class PoolWorker:
 class WorkerPool:
     """Runs groups of requests with ``worker_count`` workers, started by number by ``start_worker``.
 
-    A worker that dies while loading is left out; a worker that dies later is replaced. Its groups run last, each alone;
-    a group whose worker dies again runs line by line, and a line whose worker dies then gets an error.
+    A worker is left out if it dies while loading, and replaced if it dies later. Its groups then run last, each alone;
+    if the worker dies again, the group runs line by line; if it dies again, the line gets an error.
 
     Args:
-        start_worker: returns an actor of Ray with the methods of ``Worker``, which Ray doesn't restart.
+        start_worker: returns an actor of Ray with the methods of ``Worker``, without restarts by Ray.
         mixed_arithmetic: whether each line names its worker's arithmetic.
         model_description: the model and its options, in words.
     """
@@ -66,9 +66,9 @@ class WorkerPool:
         self._restarts_left = float(RESTARTS_PER_WORKER * worker_count)
         self._last_death = ""
         self._workers = list[PoolWorker]()
-        self._tasks = dict[ray.ObjectRef, tuple[PoolWorker, RequestGroup | None]]()  # without a group: the worker loads
+        self._tasks = dict[ray.ObjectRef, tuple[PoolWorker, RequestGroup | None]]()  # None for a loading worker
         self._waiting_groups = deque[RequestGroup]()
-        self._interrupted_groups = deque[RequestGroup]()  # groups whose worker died
+        self._interrupted_groups = deque[RequestGroup]()  # groups of dead workers
         self._finished_groups = list[RequestGroup]()
         for number in range(1, worker_count + 1):
             self._add_worker(number)
@@ -84,11 +84,11 @@ class WorkerPool:
     def run_groups(
         self, groups: Iterable[RequestGroup], file_tasks: Iterable[ray.ObjectRef] = ()
     ) -> Iterator[list[RequestGroup]]:
-        """Yield, each second or earlier, the groups finished since, in any order.
+        """Yield, at least once a second, the newly finished groups, in any order.
 
         Args:
             groups: the first groups to run.
-            file_tasks: tasks for the groups of a file each; a few of them run ahead.
+            file_tasks: tasks of Ray, each returning the groups of a file; a few of them run ahead.
 
         Raises OvspecError if no worker is left, and a worker's errors.
         """
@@ -131,7 +131,7 @@ class WorkerPool:
         self._tasks[worker.actor.load_worker_model.remote()] = worker, None
 
     def _assign_groups(self) -> None:
-        """Assign groups to the workers with the fewest."""
+        """Assign groups to the workers with the fewest groups."""
         while available_workers := [worker for worker in self._workers if worker.has_room]:
             worker = min(available_workers, key=lambda worker: len(worker.running_groups))
             if not self._waiting_groups and (worker.running_groups or not self._interrupted_groups):
@@ -165,8 +165,8 @@ class WorkerPool:
         self._restarts_left += len(output_lines) / LINES_PER_RESTART
 
     def _remove_dead_worker(self, worker: PoolWorker, death_description: str) -> None:
-        """Remove a worker; replace it if it had loaded and not too many have died."""
-        ray.kill(worker.actor)  # in case it is only unreachable
+        """Remove a worker; replace it if it had loaded and restarts are left."""
+        ray.kill(worker.actor)  # it may only be unreachable
         self._workers.remove(worker)
         self._tasks = {task: entry for task, entry in self._tasks.items() if entry[0] is not worker}
         activity = "answered with" if worker.arithmetic else "loaded"

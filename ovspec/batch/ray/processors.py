@@ -1,4 +1,4 @@
-"""The processors that a process computes on, where several processes share a machine."""
+"""The processors of a process on a machine shared by several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _held_locks: list[FileLock] = []  # released when the process ends
 
 
 def usable_processors() -> list[list[int]]:
-    """Return the processors available to this process, by NUMA node; one list where the system lists no nodes."""
+    """Return the processors available to this process, by NUMA node; a single list if the system shows no nodes."""
     process = psutil.Process()
     usable_cpus = list(range(psutil.cpu_count() or 1))
     if hasattr(process, "cpu_affinity"):
@@ -36,9 +36,9 @@ def parse_cpu_list(cpu_list: str) -> set[int]:
 
 
 def pin_to_free_processors(processor_count: int) -> None:
-    """Pin this process to ``processor_count`` unclaimed processors, of one NUMA node if it has as many.
+    """Pin this process to ``processor_count`` unclaimed processors, if possible on the same NUMA node.
 
-    It isn't pinned if they are taken, or where the system can't. Call it before OpenVINO counts the processors.
+    It isn't pinned if too few are unclaimed, or the system can't pin. Call it before OpenVINO counts the processors.
     """
     nodes = usable_processors()
     if not any(len(node) >= processor_count for node in nodes):
@@ -53,7 +53,7 @@ def pin_to_free_processors(processor_count: int) -> None:
 
 
 def lock_processors(processors: list[int]) -> bool:
-    """Return whether this process could lock all of these processors."""
+    """Lock these processors for this process, all or none; return whether they were unclaimed."""
     locks_folder = default_cache_dir() / "processors"
     locks_folder.mkdir(parents=True, exist_ok=True)
     locks = [FileLock(locks_folder / f"{processor}.lock") for processor in processors]

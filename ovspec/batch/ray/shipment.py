@@ -25,7 +25,7 @@ def read_pieces(path: Path, piece_bytes: int) -> Iterator[bytes]:
 
 
 def create_folder_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
-    """Create ``folder``, completely or not at all, from pieces of its files, each with its name, unless it exists."""
+    """Create ``folder`` atomically from ``pieces`` of its files, (file name, bytes) in order, unless it exists."""
     from filelock import FileLock  # it imports slowly
 
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ class ReferenceArithmetic:
 
 
 class Worker:
-    """Runs requests, as an actor of Ray; keeps to ``reference``, or makes it if it is the first worker."""
+    """Runs requests, as an actor of Ray, with the arithmetic of ``reference``; the first worker makes the reference."""
 
     def __init__(self, worker_setup: WorkerSetup, reference: ReferenceArithmetic | None, number: int) -> None:
         record_signals(number)

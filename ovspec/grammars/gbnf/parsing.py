@@ -25,7 +25,7 @@ HEX_DIGIT_COUNTS = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(eq=False, slots=True)
 class CharacterClass:
-    """One character from a list of ranges."""
+    """A character from a list of ranges."""
 
     ranges: CodePointRanges
 
@@ -61,7 +61,7 @@ Expression = CharacterClass | Concatenation | Alternation | Repetition | RuleRef
 class GbnfGrammar:
     """The rules of a grammar by name.
 
-    ``make_expression``: equal expressions are one object, so they are compared and hashed by identity.
+    ``make_expression``: equal expressions are the same object, so they are compared and hashed by identity.
     """
 
     rules: dict[str, Expression]
@@ -78,12 +78,12 @@ def parse_gbnf(text: str) -> GbnfGrammar:
 
 
 class GbnfParser:
-    """Parses the text in one pass; ``position`` is the index of the next character."""
+    """Parses the text in a single pass; ``position`` is the index of the next character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.position = 0
-        self.depth = 0  # of open parentheses
+        self.depth = 0  # number of open parentheses
         self.make_expression = functools.cache(lambda expression_type, *values: expression_type(*values))
         self.first_use_positions: dict[str, int] = {}  # name -> position of its first use
 

@@ -17,11 +17,11 @@ from ovspec.grammars.json_schema.schemas import CircularSchemaError, SchemaGraph
 from ovspec.grammars.json_schema.shapes import Strings
 from ovspec.grammars.json_schema.writing import JsonStyle, RuleWriter, make_string_schema, write_schema_as_lark
 
-# One space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
+# A space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
 WHITE_SPACE_EXPRESSION = r" |\n[ \t]{0,20}"
 # Older versions of llguidance bound neither white space nor escapes.
 OLDEST_LLGUIDANCE = (1, 8)
-JSON_DUMPS_STYLE = JsonStyle(None, ", ", ": ")  # also of chat templates
+JSON_DUMPS_STYLE = JsonStyle(None, ", ", ": ")  # like Python's json.dumps, and chat templates
 STYLE_SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
 
 
@@ -62,7 +62,7 @@ def compile_schema(
 
     Args:
         find_problem: returns why llguidance can't use a string's schema, as a sentence; "" if it can.
-        parameter_layout: for an object with properties written one by one, not as JSON: the texts around them.
+        parameter_layout: for an object with separately written properties, not as JSON: the texts around them.
 
     Raises:
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.

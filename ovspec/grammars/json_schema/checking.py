@@ -106,7 +106,7 @@ class SchemaChecker:
             raise OvspecError(f"{pointer}/$id: {reason}")
 
     def _check_keyword(self, schema: JsonObject, keyword: str, value: JsonValue, pointer: str) -> None:
-        """Check one keyword, and queue the schemas within it."""
+        """Check a keyword, and queue the schemas within it."""
         if keyword not in KNOWN_KEYWORDS:
             if not keyword.startswith("x-"):
                 self.first_pointer_by_ignored_keyword.setdefault(keyword, pointer)
@@ -241,7 +241,7 @@ def escape_pointer_key(schema_key: str) -> str:
 
 
 def check_writable(value: JsonValue, pointer: str) -> None:
-    """Refuse characters that can only be written as numeric escapes."""
+    """Refuse characters without a spelling except numeric escapes."""
     unchecked_values = [value]
     while unchecked_values:
         value_part = unchecked_values.pop()

@@ -12,7 +12,7 @@ ANCHOR_PATTERN = re.compile(r"\\[bBAzZ]")
 
 
 def split_lookaheads(pattern: str) -> tuple[list[str], list[str]]:
-    """Return the expressions a text must contain, and the forbidden ones, to match ``pattern``.
+    """Return the required and the forbidden expressions in texts with a match of ``pattern``.
 
     They differ from ``pattern`` if it begins with look-aheads: ^(?!aws).+$ is ^.+$ without ^(?:aws).
     """
@@ -75,7 +75,7 @@ def iterate_parts_with_depths(expression: str) -> Iterator[tuple[re.Match[str], 
 
 
 def make_json_string_expression(pattern: str) -> str | None:
-    """Return the expression of JSON strings without escapes that contain ``pattern``; None if that isn't easy.
+    """Return the expression of JSON strings with ``pattern`` in them, without escapes; None if this isn't easy.
 
     It is escaped for use between slashes.
     """
@@ -84,14 +84,14 @@ def make_json_string_expression(pattern: str) -> str | None:
 
 
 def make_whole_text_expression(pattern: str, other_text: str) -> str | None:
-    """Return the expression of whole texts that contain ``pattern``; None if that isn't easy.
+    """Return the expression of whole texts with ``pattern`` in them; None if this isn't easy.
 
     ``other_text``: the expression of the text before and after it.
     """
     if re.fullmatch(r"\^\(\?:(.*)\)", pattern, re.DOTALL) and find_group_end(pattern[1:]) == len(pattern) - 1:
         option_patterns = [
             f"^{option_pattern.removeprefix('^')}" for option_pattern in split_at_bars(pattern[4:-1])
-        ]  # may have anchors
+        ]  # options with or without anchors
     else:
         option_patterns = split_at_bars(pattern)
     whole_texts: list[str] = []

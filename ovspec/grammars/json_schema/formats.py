@@ -14,7 +14,7 @@ ENFORCED_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname"
 LEAP_DIGITS = "(0[48]|[2468][048]|[13579][26])"  # two digits divisible by four, except 00
 YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 DATE = f"({YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|([0-9]{{2}}{LEAP_DIGITS}|{LEAP_DIGITS}00)-02-29)"
-# Nor does it bound digits, which a model may then write forever.
+# Nor does it bound the number of digits; a model could write digits forever.
 SECONDS = r"[0-5][0-9](\.[0-9]{1,9})?[Zz+-].{0,5}$"
 STRICTER_PATTERNS = {
     "date": f"^{DATE}",

@@ -16,7 +16,7 @@ LARGEST_EXACT_NUMBER = 2**53  # readers may keep numbers as 64-bit floats
 
 
 def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
-    """Return the regular expressions the text of a number must match, all of them, and the ones it must not match.
+    """Return the regular expressions a number's text must match, all of them, and the forbidden expressions.
 
     ``multiple_of`` isn't covered.
     """
@@ -46,7 +46,7 @@ def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
 
 
 def spell_number(value: Decimal) -> str:
-    """Return the expression of one number; an integer may be written with a fraction of 0."""
+    """Return the expression of a number; an integer may be written with a fraction of 0."""
     if int(value.as_tuple().exponent) > 0 or 0 < abs(value) < Decimal("1e-6"):
         return re.escape(str(value))
     if value != value.to_integral_value():
@@ -55,7 +55,7 @@ def spell_number(value: Decimal) -> str:
 
 
 def write_every_spelling(value: Decimal) -> str:
-    """Return the expression of all texts of one number without an exponent."""
+    """Return the expression of all spellings of a number, without an exponent."""
     whole, fraction = split_digits(abs(value))
     sign = "-" * (value <= 0) + "?" * (not value)
     return sign + (rf"{whole}\.{fraction}0*" if fraction else rf"{whole}(\.0+)?")

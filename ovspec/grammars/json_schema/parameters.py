@@ -1,4 +1,4 @@
-"""Writes the grammar of an object whose properties are written one by one, strings without quotes, others as JSON."""
+"""Writes the grammar of an object with separate properties: strings without quotes, other values as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ovspec.grammars.json_schema.expressions import (  # isort: skip
 from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, UnenforceableValues, close_object
 from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_quantifier, write_in_order
 
-# llguidance 1.9 fails where a token follows an expression and only the negated part of it could continue.
+# llguidance 1.9 fails if a token follows an expression, and only the expression's negated part could continue.
 OPTIONAL_SPACE = "/ ?/"
 
 

@@ -54,7 +54,7 @@ class CircularSchemaError(Exception):
 
 @dataclass
 class ValueRequirements:
-    """The requirements on a value: ``shape``, one option of each of ``unions``, exactly one of each of ``one_ofs``.
+    """The requirements on a value: ``shape``, an option of each of ``unions``, a single option of each of ``one_ofs``.
 
     Unions have the JSON pointers of their keywords.
     """
@@ -65,7 +65,7 @@ class ValueRequirements:
 
 
 class SchemaGraph:
-    """All schemas within one schema, by number.
+    """All schemas within a schema, by number.
 
     Args:
         root: the whole schema; it has been checked.
@@ -109,13 +109,13 @@ class SchemaGraph:
         return self.make_node(*resolve_reference(self._root, reference, pointer))
 
     def make_list_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> list[SchemaNode]:
-        """Return the nodes of the schemas in a keyword's list, if it is there."""
+        """Return the nodes of the schemas in a keyword's list; [] without the keyword."""
         return [
             self.make_node(subschema, f"{pointer}/{keyword}/{i}") for i, subschema in enumerate(schema.get(keyword, ()))
         ]
 
     def make_named_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> dict[str, SchemaNode]:
-        """Return the nodes of the schemas in a keyword's mapping, by name, if it is there."""
+        """Return the nodes of the schemas in a keyword's mapping, by name; {} without the keyword."""
         subschemas = schema.get(keyword, {}).items()
         return {
             property_name: self.make_node(subschema, f"{pointer}/{keyword}/{property_name}")
@@ -194,7 +194,7 @@ class SchemaGraph:
     def _gather_requirements(self, node: SchemaNode) -> ValueRequirements:
         requirements = ValueRequirements()
         gathered_conditions = set[tuple[int, bool]]()
-        # Conditions with the numbers of the schemas they come from.
+        # Conditions, each with the numbers of its source schemas.
         pending_conditions: list[tuple[tuple[int, bool], tuple[int, ...]]] = [
             (condition, ()) for condition in sorted(node)
         ]
@@ -322,7 +322,7 @@ class SchemaGraph:
         objects = replace(objects, properties=(*objects.properties, *unlisted_required.items()))
         if objects.min_size <= len(objects.required):
             return objects
-        # All unlisted properties count as one, because they may have the same name.
+        # All unlisted properties count as a single property, because they may have the same name.
         possible_count = sum(
             is_possible_name(name) and not self.fits_no_value(node) for name, node in objects.properties
         )
@@ -343,7 +343,7 @@ class SchemaGraph:
         )
 
     def _intersect_one_of(self, shape: ValueShape, nodes: list[SchemaNode], pointer: str) -> ValueShape:
-        """Return the values of ``shape`` matching exactly one of ``nodes``, the options of a oneOf."""
+        """Return the values of ``shape`` matching a single option of a oneOf, given as ``nodes``."""
         shapes = [self._intersect(shape, self.find_shape(node)) for node in nodes]
         exclusive_shapes: list[ValueShape] = []
         for i, option_shape in enumerate(shapes):
@@ -443,7 +443,7 @@ def make_if_cases(schema: JsonObject, pointer: str, graph: SchemaGraph) -> list[
 
 
 def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape | SchemaNode]:
-    """Yield the options of values breaking ``schema``: one for each way to break it."""
+    """Yield the values breaking ``schema``: an option for each way to break it."""
     if "type" in schema:
         yield negate_types(list_allowed_types(schema), f"{pointer}/type", graph)
     if "const" in schema:
@@ -495,7 +495,7 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
 
 
 def unenforceable_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueShape:
-    """Return the shape of the values of one type breaking the keyword at ``pointer``, an unenforceable one."""
+    """Return the shape of a type's values breaking the keyword at ``pointer``, marked as unenforceable."""
     refused_shape = graph.unenforceable_shape(pointer, f"{pointer.rpartition('/')[2]} can't be negated", json_type)
     return ValueShape({json_type: refused_shape.by_type[json_type]})
 

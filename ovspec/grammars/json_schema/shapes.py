@@ -19,9 +19,9 @@ NO_VALUE: SchemaNode = frozenset({(0, True)})
 
 @dataclass(frozen=True)
 class UnenforceableValues:
-    """Values that can't be told apart from forbidden ones during generation.
+    """Values not distinguishable from forbidden values during generation.
 
-    ``dispensable``: leaving them out forbids only values that break a schema that needn't match. ``non_integers``: they
+    ``dispensable``: they only break a schema without a need to match, so they may be left out. ``non_integers``: they
     are numbers, but not integers.
     """
 
@@ -78,7 +78,7 @@ def exact_remainder(value: Decimal, divisor: Decimal) -> int:
 class Strings:
     """Strings by their lengths and contents.
 
-    ``patterns``, ``absent_patterns``: expressions that must or must not be found. ``values``: the only strings, if not
+    ``patterns``, ``absent_patterns``: the required and the forbidden expressions. ``values``: the only strings, if not
     None.
     """
 
@@ -125,9 +125,9 @@ class Arrays:
 class Objects:
     """Objects by their properties.
 
-    ``properties``: listed names with their nodes. ``patterns``: (pattern of other names, node).
-    ``unlisted_node``: of all remaining names; ``unlisted_is_default``: the schema doesn't mention them.
-    ``name_node``: of all names. ``any_order``: the properties may come in any order.
+    ``properties``: the nodes of listed properties, by name. ``patterns``: (pattern of other names, node).
+    ``unlisted_node``: the node of all remaining properties; ``unlisted_is_default``: the schema doesn't mention them.
+    ``name_node``: the node of all names. ``any_order``: the properties may come in any order.
     """
 
     properties: tuple[tuple[str, SchemaNode], ...] = ()
@@ -172,12 +172,12 @@ ANY_SHAPE = ValueShape({json_type: (make_all(),) for json_type, make_all in JSON
 
 
 def shape_of_type(json_type: str, *alternatives: Alternative) -> ValueShape:
-    """Return the shape of values of one type."""
+    """Return the shape of values of a single type."""
     return ValueShape({json_type: alternatives})
 
 
 def shape_if_type(json_type: str, *alternatives: Alternative) -> ValueShape:
-    """Return the shape of values with one of ``alternatives`` if they are of this type; others are free."""
+    """Return the shape of all values, limited to ``alternatives`` for this type."""
     return ValueShape({**ANY_SHAPE.by_type, json_type: alternatives})
 
 
@@ -306,8 +306,8 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
         for property_name in property_names
     )
     first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
-    # A name with a pattern of one side only is unlisted on the other; if it has a pattern there too, this is stricter
-    # than necessary.
+    # A name with a pattern of one side only counts as unlisted on the other side; if the name also has a pattern there,
+    # this is stricter than necessary.
     patterns = tuple(
         (
             pattern,

@@ -43,7 +43,7 @@ class JsonStyle:
 
 @dataclass
 class RuleWriter:
-    """Writes rules and terminals, each content once.
+    """Writes rules and terminals, without duplicates.
 
     ``are_disjoint_patterns``: returns whether no string matches both patterns. ``allows_repeats``: whether the grammar
     allows duplicates in arrays with unique items, see ``item_tracks``. ``pending_nodes``: nodes whose rules are named
@@ -279,7 +279,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
         for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
             key_strings = replace(strings, excluded=strings.excluded | listed_names, absent_patterns=absent_patterns)
-            # If the names matching none of the patterns can't be described, there are no others.
+            # If names without a match of any pattern can't be described, none are allowed.
             compared_patterns = [*key_strings.absent_patterns, *(key_strings.patterns if property_patterns else ())]
             if None not in map(make_json_string_expression, compared_patterns):
                 property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
@@ -375,8 +375,8 @@ def write_in_order(
 ) -> str:
     """Write the rule of some of the items, (expression, whether required), in order, and any number of ``extra_item``.
 
-    size_limits: minimum and maximum of all together; all of ``extra_item`` count as one for the minimum, because they
-        may be the same.
+    size_limits: minimum and maximum of all together; all of ``extra_item`` count as a single item for the minimum,
+        because they may be the same.
     """
     min_count, max_count = size_limits
     max_counted = max(min_count if max_count == inf else int(max_count), 1)  # higher counts are equivalent

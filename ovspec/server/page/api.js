@@ -1,8 +1,8 @@
-// Requests to the server. Paths are relative, so that the page works below any path of a proxy.
+// Requests to the server. Paths are relative, so the page works below any path of a proxy.
 
-const KEY = "ovspec-key"; // kept for the tab
+const KEY = "ovspec-key"; // kept until the tab is closed
 
-/** An answer that is an error. `field`: the field of the request that is wrong. */
+/** An error response. `field`: the wrong field of the request. */
 export class ApiError extends Error {
   constructor(message, status, field = null) {
     super(message);
@@ -13,7 +13,7 @@ export class ApiError extends Error {
 
 let askForKey = async () => null;
 
-/** @param {(wrong: boolean) => Promise<string | null>} ask asks the user for the API key; null if there is none */
+/** @param {(wrong: boolean) => Promise<string | null>} ask asks the user for the API key; null if they give none */
 export function onKeyNeeded(ask) {
   let asking = null;
   askForKey = () => (asking ??= ask(sessionStorage.getItem(KEY) !== null).finally(() => (asking = null)));
@@ -28,7 +28,7 @@ async function readError(response) {
   }
 }
 
-/** Send a request and return the response; throws ApiError for one that is an error. */
+/** Send a request and return the response; throws ApiError for an error response. */
 export async function send(path, { body = null, signal = undefined } = {}) {
   for (;;) {
     const headers = {};
@@ -54,7 +54,7 @@ export async function getJson(path, options) {
   return (await send(path, options)).json();
 }
 
-/** Yield the events of a stream; throws ApiError where it ends with an error or too early. */
+/** Yield the events of a stream; throws ApiError if it ends with an error or too early. */
 export async function* streamEvents(path, body, signal) {
   const response = await send(path, { body: { ...body, stream: true }, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -70,7 +70,7 @@ export async function* streamEvents(path, body, signal) {
       for (const line of lines) {
         if (!line.startsWith("data: ")) continue;
         if (line === "data: [DONE]") {
-          isWhole = true; // the rest is read, or the server would count a client that went away
+          isWhole = true; // read the rest, too: otherwise the server counts the client as disconnected
           continue;
         }
         const event = JSON.parse(line.slice(6));

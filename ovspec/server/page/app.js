@@ -1,4 +1,4 @@
-// The page: which chat is open, and what its messages, fields and keys do.
+// The page: the open chat, and the actions of messages, fields and keys.
 
 import { getJson, onKeyNeeded } from "./api.js";
 import { newChat, newId, titleOf, toRequestMessages, Tree } from "./chats.js";
@@ -17,8 +17,8 @@ const INSIDE = "ovspec-inside";
 const state = {
   /** @type {import("./chats.js").Chat} */ chat: newChat({}),
   tree: new Tree(),
-  contextTokens: Infinity, // of the model
-  running: null, // the answer that is generated: {controller, message}
+  contextTokens: Infinity, // the model's context length
+  running: null, // the answer in progress: {controller, message}
 };
 
 const actions = {
@@ -32,7 +32,7 @@ const actions = {
   isAnswered: (call) => state.tree.path(state.chat.leaf).some((message) => message.callId === call.id),
   fillsContext: ({ finish, stats }) => finish === "length" && stats?.promptTokens + stats?.tokens >= state.contextTokens - 1,
   canContinue: (message) => !state.running && !actions.fillsContext(message) && message.id === state.chat.leaf && !message.calls?.length && message.content !== "" && !["stop", "tool_calls"].includes(message.finish),
-  /** Whether a question, or the last result of a tool, has no answer. */
+  /** Return whether the last message is a question, or a tool's result, without an answer. */
   canTryAgain(message) {
     if (state.running || message.id !== state.chat.leaf || message.role === "assistant") return false;
     const calls = state.tree.path(message.id).flatMap((earlier) => earlier.calls ?? []);
@@ -56,7 +56,7 @@ const actions = {
     if (!isBusy()) answer(message.id);
   },
 
-  /** Make a branch with another text; return whether that could be done. */
+  /** Make a branch with another text; return false if the page is busy. */
   edit(message, text) {
     if (isBusy()) return false;
     const branch = { ...makeMessage(message.role, message.parent, text), thinking: message.thinking };
@@ -207,12 +207,12 @@ function answer(parent) {
   runRequest(message, parent, []);
 }
 
-/** Let an answer go on. */
+/** Continue an answer. */
 function extend(message) {
   runRequest(message, message.id, actions.loadParts(message));
 }
 
-/** Generate a part of an answer: all of it, or what comes after its earlier parts. */
+/** Generate a part of an answer: the whole answer, or its continuation. */
 async function runRequest(message, lastId, earlierParts) {
   const isNew = message.content === "";
   const { settings } = state.chat;
@@ -285,7 +285,7 @@ async function runRequest(message, lastId, earlierParts) {
   endRun();
   view.showActions();
   announce(failure ? failure.message : `The answer is whole: ${message.content.slice(0, 400)}`);
-  if (!sidebar.chats.has(chat.id)) return; // it was deleted meanwhile
+  if (!sidebar.chats.has(chat.id)) return; // the chat was deleted meanwhile
   await saveMessages([message]).catch(reportStorage);
   await saveDetails({ id: message.id, parts: allParts, body, system: settings.system ?? "" }).catch(reportStorage);
   if (state.chat === chat) saveCurrentChat();
@@ -307,7 +307,7 @@ async function openChat(id) {
   if (!chat) return;
   wantedChat = id;
   const messages = await loadMessages(id);
-  if (wantedChat !== id) return; // another one was opened meanwhile
+  if (wantedChat !== id) return; // another chat was opened meanwhile
   state.chat = chat;
   state.tree = new Tree(messages);
   if (!state.tree.byId.has(chat.leaf)) chat.leaf = state.tree.newestLeaf(null);
@@ -372,7 +372,7 @@ byId("stop").addEventListener("click", actions.stop);
 byId("new-chat").addEventListener("click", startChat);
 bindKeys({ submit, stop: actions.stop, startChat, transcript, panels, isRunning: () => state.running !== null });
 
-/** Ask the server what it is, and again while it prepares its model. */
+/** Ask the server about itself, repeatedly while it prepares its model. */
 async function greet() {
   try {
     const ready = await fetch("ready").then((response) => response.json());

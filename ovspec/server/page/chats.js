@@ -1,4 +1,4 @@
-// Chats as trees of messages: an edited or regenerated message is a branch beside the old one.
+// Chats as trees of messages: an edited or regenerated message is a branch beside the old message.
 
 /**
  * @typedef {object} Message
@@ -9,7 +9,7 @@
  * @property {string} content
  * @property {string} [thinking]
  * @property {{id: string, type: "function", function: {name: string, arguments: string}}[]} [calls]
- * @property {string} [callId] of a tool's result
+ * @property {string} [callId] for a tool's result, the id of its call
  * @property {number} created
  * @property {string | null} [finish] why an answer ended; "stopped" by the user
  * @property {string} [error]
@@ -21,7 +21,7 @@
  * @property {string} title
  * @property {number} created
  * @property {number} updated
- * @property {string | null} leaf the last message of the branch that is shown
+ * @property {string | null} leaf the last message of the shown branch
  * @property {object} settings
  */
 
@@ -56,14 +56,14 @@ export class Tree {
     this.addChild(message);
   }
 
-  /** Return the messages from the first one to `leaf`. */
+  /** Return the messages from the first to `leaf`. */
   path(leaf) {
     const messages = [];
     for (let message = this.byId.get(leaf); message; message = this.byId.get(message.parent)) messages.push(message);
     return messages.reverse();
   }
 
-  /** Return the messages that are in the same place, this one among them. */
+  /** Return the messages with the same parent, including this message. */
   siblings(message) {
     return this.children.get(message.parent) ?? [];
   }
@@ -94,7 +94,7 @@ export class Tree {
   }
 }
 
-/** Return the messages that a model is sent, for a path of a chat. */
+/** Return the messages to send to a model, for a path of a chat. */
 export function toRequestMessages(path, system) {
   const messages = path.map((message) => {
     if (message.role === "tool") return { role: "tool", tool_call_id: message.callId, content: message.content };
@@ -107,7 +107,7 @@ export function toRequestMessages(path, system) {
   return system.trim() ? [{ role: "system", content: system }, ...messages] : messages;
 }
 
-/** Return a title for a chat that begins with a text. */
+/** Return a title for a chat, from its first text. */
 export function titleOf(text) {
   const line = text.replace(/[\u0000-\u001f\u061C\u200E\u200F\u202A-\u202E\u2066-\u2069\s]+/g, " ").trim();
   const characters = [...line];
@@ -123,7 +123,7 @@ export function exportChats(chats) {
 
 const isText = (value) => typeof value === "string";
 
-/** Return the chats in a file, with new ids; throws Error with a sentence for anything else. */
+/** Return the chats in a file, with new ids; throws Error, with a sentence, if it isn't a file of chats. */
 export function importChats(text) {
   let data;
   try {

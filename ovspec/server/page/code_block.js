@@ -1,4 +1,4 @@
-// A block of code: its language, a button that copies it, and colours once it is whole.
+// A block of code: its language, a button to copy it, and colours once it is complete.
 
 import "./vendor/purify.min.js";
 import hljs from "./vendor/highlight.min.js";
@@ -14,11 +14,11 @@ const MAX_COLOURED = 30_000; // characters
 const CHUNK_LINES = 60;
 const CHUNK_CHARACTERS = 4_000;
 const SAFE = { ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], ALLOW_DATA_ATTR: false, RETURN_DOM_FRAGMENT: true };
-// Characters that let code read otherwise than it runs.
+// Control characters of text direction: with them, code can look different from the code that runs.
 const REORDERING = /[\u061C\u200E\u200F\u202A-\u202E\u2066-\u2069]/g;
 const showReordering = (text) => text.replace(REORDERING, (mark) => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
-/** Return the code's elements with colours, or null where its language isn't known. */
+/** Return the code's elements with colours, or null if its language is unknown or the code is long. */
 async function colour(text, language) {
   const name = ALIASES[language] ?? language;
   if (!FILES.includes(name) || text.length > MAX_COLOURED) return null;
@@ -31,7 +31,7 @@ async function colour(text, language) {
 }
 
 export class CodeBlock {
-  /** @param {string} info what follows the fence; its first word is the language */
+  /** @param {string} info the rest of the fence's line; its first word is the language */
   constructor(info) {
     this.language = info.trim().split(/\s/, 1)[0].toLowerCase().slice(0, 30);
     this.text = "";
@@ -43,7 +43,7 @@ export class CodeBlock {
     const bar = element("div", { class: "code-bar" }, element("span", { text: this.language || "code" }), copy);
     const pre = element("pre", { tabindex: "0", role: "region", "aria-label": `${this.language || "some"} code` }, this.code);
     this.node = element("div", { class: "code-block" }, bar, pre);
-    this.chunk = null; // the last one, which grows; the others need no new layout
+    this.chunk = null; // the last chunk, the only growing one; the others need no new layout
     this.chunkLines = 0;
   }
 

@@ -1,4 +1,4 @@
-// The same request plain and with speculation, side by side, with the clock.
+// The same request with plain decoding and with speculation, side by side, timed.
 
 import { streamEvents } from "./api.js";
 import { byId, element } from "./dom.js";
@@ -6,7 +6,7 @@ import { addChoice, INSIDE_FIELDS, newPart } from "./generation.js";
 import { makeLegend, TokenView } from "./tokens.js";
 
 const NAMES = ["Plain", "Speculative"];
-const MIN_TURNS = 4; // of the server
+const MIN_TURNS = 4; // as in the server
 
 class Column {
   constructor(name) {
@@ -33,8 +33,8 @@ class Column {
 
 /**
  * Compare in the dialog until it is closed.
- * @param {object} body of the request
- * @returns {Promise<number | null>} the speed-up; null if there is none
+ * @param {object} body the request's body
+ * @returns {Promise<number | null>} the speed-up; null without a result
  */
 export async function compare(body) {
   const dialog = byId("compare");
@@ -69,7 +69,7 @@ export async function compare(body) {
   try {
     for await (const { choices, timings, comparison } of streamEvents("compare", { ...body, ...INSIDE_FIELDS }, controller.signal)) {
       for (const choice of choices) {
-        // The first chunks have no token; the clock begins with the text before them.
+        // The first chunks have no token; the clock starts with the first token.
         if (choice.token_sources || choice.finish_reason) columns[choice.index].add(choice, timings);
         if (choice.finish_reason) showPhase(0);
       }

@@ -82,7 +82,7 @@ function bindTheme() {
   for (const button of buttons) button.addEventListener("click", showNext);
 }
 
-/** Let the field grow with its text. */
+/** Make the message field grow with its text. */
 function fitInput(input) {
   input.style.height = "auto";
   input.style.height = `${Math.min(input.scrollHeight + 2, innerHeight * 0.4)}px`;

@@ -3,7 +3,7 @@
 /**
  * Return a new element.
  * @param {string} tag
- * @param {Record<string, any>} [attributes] on… are listeners, `class` and `text` what they say; false and null are left out
+ * @param {Record<string, any>} [attributes] also on… for listeners, `class` and `text`; false and null are left out
  * @param {...(Node | string | null | undefined | false)} children
  * @returns {any}
  */
@@ -24,7 +24,7 @@ export function setAttributes(node, attributes) {
   }
 }
 
-/** Return a button with words on it, or with a sign and words for screen readers. */
+/** Return a button with a label, or with a sign and a label for screen readers. */
 export function button(label, onclick, { sign, ...attributes } = {}) {
   const names = sign ? { "aria-label": label, title: label } : {};
   return element("button", { type: "button", onclick, ...names, ...attributes }, sign ? element("span", { "aria-hidden": "true" }, sign) : label);
@@ -39,7 +39,7 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Return an element of the page that has to be there. */
+/** Return the element of the page with this id; throws if there is none. */
 export function byId(id) {
   const node = document.getElementById(id);
   if (!node) throw new Error(`The page has no #${id}.`);
@@ -48,13 +48,13 @@ export function byId(id) {
 
 let announcing = 0;
 
-/** Let screen readers say something, once, without repeating it when more is said at once. */
+/** Announce a text to screen readers; of several texts within 100 ms only the last. */
 export function announce(text) {
   clearTimeout(announcing);
   announcing = setTimeout(() => (byId("announcer").textContent = text), 100);
 }
 
-/** Show a sentence for some seconds, with something to do about it. */
+/** Show a sentence for some seconds, with an optional button. */
 export function notify(text, action = null) {
   const toast = byId("toast");
   const dismiss = () => toast.replaceChildren();

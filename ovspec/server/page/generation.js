@@ -1,17 +1,17 @@
-// One answer as it is generated: its text, tokens, counts and times.
+// An answer during its generation: its text, tokens, counts and times.
 
 import { streamEvents } from "./api.js";
 
 /**
- * A part of an answer: what one request added to it.
+ * A part of an answer: the output of a single request.
  * @typedef {object} Part
  * @property {string} content
  * @property {string} thinking
  * @property {object[]} calls
  * @property {{id: number, text: string, source: string}[]} tokens
- * @property {[number, number][]} times milliseconds since the request, and the tokens that came then
+ * @property {[number, number][]} times (milliseconds since the request, number of tokens received then)
  * @property {object | null} timings
- * @property {object | null} record what the server can verify
+ * @property {object | null} record the server's record, to verify the text
  * @property {string | null} finish
  * @property {string[]} schemaErrors
  */
@@ -21,7 +21,7 @@ export function newPart() {
   return { content: "", thinking: "", calls: [], tokens: [], times: [], timings: null, record: null, finish: null, schemaErrors: [] };
 }
 
-/** The fields that let a reply say how it came about. */
+/** Request fields for the origin of tokens, timings and the record. */
 export const INSIDE_FIELDS = { return_token_sources: true, timings_per_token: true, return_record: true };
 
 /** Add a choice of a chunk to a part. */
@@ -44,7 +44,7 @@ export function addChoice(part, choice, timings, milliseconds) {
 }
 
 /**
- * Generate an answer into `part`, and call `onGrowth` after each chunk. Ends when the text does, or with `signal`.
+ * Generate an answer into `part`, and call `onGrowth` after each chunk. Ends with the text, or by `signal`.
  * @param {object} body
  * @param {Part} part
  */
@@ -74,7 +74,7 @@ export function sumTimings(parts) {
       drafters[name].accepted += accepted;
     }
   }
-  const later = sum("predicted_n") - all.length; // tokens after each part's first one, which the times are of
+  const later = sum("predicted_n") - all.length; // the times exclude each part's first token
   return {
     tokens: sum("predicted_n"),
     rounds: sum("rounds"),

@@ -1,4 +1,4 @@
-// Markdown to elements. What a model writes is hostile until DOMPurify has seen it; images and unknown HTML stay text.
+// Markdown to elements. A model's text is hostile until DOMPurify has cleaned it; images and unknown HTML stay text.
 
 import "./vendor/purify.min.js";
 import { Marked } from "./vendor/marked.esm.js";
@@ -17,12 +17,12 @@ const SAFE = {
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   RETURN_DOM_FRAGMENT: true,
 };
-const MAX_TAIL = 12_000; // characters of the growing block, after which it is cut at a line
-const MAX_LINE = 3_000; // the same without a line break
+const MAX_TAIL = 12_000; // maximum characters of the growing block; a longer block is cut at a line break
+const MAX_LINE = 3_000; // the same for text without a line break
 const FENCE = /^( {0,3})(`{3,}|~{3,})([^\n]*)\n/;
 const LINK_DEFINITION = /^ {0,3}\[[^\]]+\]:/m;
-const MAX_FINAL = 40_000; // characters of a text that is rendered as a whole
-const STEP_MS = 8; // of a frame's 16
+const MAX_FINAL = 40_000; // maximum characters of a text rendered as a whole
+const STEP_MS = 8; // milliseconds per frame of 16
 
 const escapes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 const escape = (text) => text.replace(/[&<>"]/g, (character) => escapes[character]);
@@ -33,19 +33,19 @@ const marked = new Marked({
   renderer: {
     html: ({ text }) => (PLAIN_HTML.test(text.trim()) ? text : escape(text)),
     image({ href, text }) {
-      return `<a href="${escape(href)}">image: ${escape(text || href)}</a>`; // never loaded: it would tell who reads
+      return `<a href="${escape(href)}">image: ${escape(text || href)}</a>`; // never loaded: it would track the reader
     },
   },
 });
 
-/** Return the elements of a text that DOMPurify leaves. */
+/** Return the elements of HTML after DOMPurify. */
 function makeSafe(html) {
   const fragment = /** @type {any} */ (globalThis).DOMPurify.sanitize(html, SAFE);
   for (const link of fragment.querySelectorAll("a")) {
     if (!link.hasAttribute("href")) link.replaceWith(...link.childNodes);
     link.target = "_blank";
     link.rel = "noopener noreferrer nofollow";
-    link.title = link.href; // a link may lie in its words
+    link.title = link.href; // show the real target, because a link's text may lie
   }
   for (const box of fragment.querySelectorAll("input")) {
     if (box.type !== "checkbox") box.remove();
@@ -61,7 +61,7 @@ function makeSafe(html) {
   return fragment;
 }
 
-/** Return the elements of one of marked's tokens. */
+/** Return the elements of a token of marked, the Markdown parser. */
 function renderToken(token, links) {
   if (token.type === "space" || token.type === "def") return [];
   if (token.type === "code") return [new CodeBlock(token.lang ?? "").append(token.text).finish().node];
@@ -73,7 +73,7 @@ function renderToken(token, links) {
   }
 }
 
-/** Return marked's tokens; a text that it can't read is one paragraph. */
+/** Return marked's tokens; a text it can't parse is a single paragraph. */
 function lex(text) {
   try {
     return marked.lexer(text);
@@ -88,7 +88,7 @@ function renderWhole(text) {
   return tokens.flatMap((token) => renderToken(token, tokens.links));
 }
 
-/** Show a text in an element; a long one frame by frame. */
+/** Show a text in an element; a long text frame by frame. */
 export function showMarkdown(root, text) {
   if (text.length <= MAX_FINAL) {
     root.replaceChildren(...renderWhole(text));
@@ -100,21 +100,21 @@ export function showMarkdown(root, text) {
 }
 
 /**
- * A text that grows. Only its last block is rendered again; a code block only gets what is new, and is coloured when it
- * ends. A block without an end is cut, so that a step never takes long.
+ * A growing text. Only its last block is rendered again; a code block only gets the new text, and colours at its end.
+ * A long unfinished block is cut, so no step takes long.
  */
 export class GrowingMarkdown {
   /** @param {HTMLElement} root */
   constructor(root) {
     this.root = root;
     this.text = "";
-    this.done = 0; // characters that are in blocks which don't change any more
+    this.done = 0; // characters in finished blocks
     this.tail = [];
     this.wasCut = false;
     this.fence = null;
   }
 
-  /** Show `text`, which begins with what was shown before; return whether all of it is shown, or a frame's time is over. */
+  /** Show `text`, which begins with the earlier text; return false if the frame's time ends before all of it is shown. */
   update(text) {
     this.text = text.includes("\r") ? text.replace(/\r\n?/g, "\n") : text;
     const deadline = performance.now() + STEP_MS;
@@ -131,7 +131,7 @@ export class GrowingMarkdown {
     }
   }
 
-  /** The text is whole: mend what was cut. */
+  /** At the end of the text, render it again if a block was cut. */
   finish() {
     this.fence?.block.finish();
     if ((this.wasCut || LINK_DEFINITION.test(this.text)) && this.text.length < MAX_FINAL) {
@@ -150,7 +150,7 @@ export class GrowingMarkdown {
     return nodes;
   }
 
-  /** Render the text after the finished blocks; return whether to go on. */
+  /** Render the text after the finished blocks; return whether there is more to render. */
   growTail(rest) {
     const cutAt = rest.length > MAX_TAIL ? rest.lastIndexOf("\n", MAX_TAIL) + 1 || MAX_LINE : unbrokenLength(rest);
     const isLong = cutAt > 0;
@@ -181,7 +181,7 @@ export class GrowingMarkdown {
     this.root.append(this.fence.block.node);
   }
 
-  /** Give a code block what is new; return whether it has ended. */
+  /** Append the new text to the code block; return whether the block has ended. */
   growFence() {
     const rest = this.text.slice(this.done);
     const closing = this.fence.closing.exec(rest);
@@ -197,12 +197,12 @@ export class GrowingMarkdown {
   }
 }
 
-/** Return where to cut a text whose last line is too long, or 0. */
+/** Return the index to cut a text at if its last line is too long, else 0. */
 function unbrokenLength(text) {
   const lineStart = text.lastIndexOf("\n") + 1;
   if (text.length - lineStart <= MAX_LINE) return 0;
   const space = text.lastIndexOf(" ", lineStart + MAX_LINE);
   if (space > lineStart) return space + 1;
   const end = lineStart + MAX_LINE;
-  return /[\uD800-\uDBFF]/.test(text[end - 1]) ? end - 1 : end; // not within a character
+  return /[\uD800-\uDBFF]/.test(text[end - 1]) ? end - 1 : end; // not inside a surrogate pair
 }

@@ -1,4 +1,4 @@
-// One message: its text, thinking and calls, its tokens, and what can be done with it.
+// A message: its text, thinking and calls, its tokens, and its buttons.
 
 import { CodeBlock } from "./code_block.js";
 import { button, copyText, element } from "./dom.js";
@@ -13,9 +13,9 @@ const FINISHES = {
   stopped: "Stopped; it can be continued.",
 };
 const FULL = "Cut off at the end of the model's context.";
-const MAX_JSON = 100_000; // characters that are shown with line breaks
+const MAX_JSON = 100_000; // maximum characters of JSON shown with line breaks
 
-/** Return JSON with line breaks, or the text as it is. */
+/** Return JSON with line breaks, or a text that isn't JSON unchanged. */
 function prettyJson(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
@@ -26,12 +26,12 @@ function prettyJson(text) {
 
 const looksLikeJson = (text) => text.length < MAX_JSON && /^\s*[[{]/.test(text) && prettyJson(text) !== text.trimEnd();
 
-/** The element of a message. `actions` are those of the app; see app.js. */
+/** The element of a message. `actions`: see app.js. */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.parts = []; // of a growing answer, or loaded when they are asked for
+    this.parts = []; // the parts of a growing answer, or loaded on demand
     this.isRich = false;
     this.growing = null;
     this.inside = null;
@@ -45,13 +45,13 @@ export class MessageView {
     this.showPlain();
   }
 
-  /** Show the text without its form, which takes no time; the browser can find words in it. */
+  /** Show the text without formatting: fast, and the browser can search it. */
   showPlain() {
     const { message } = this;
     this.body.replaceChildren(element("div", { class: "plain", dir: "auto", text: message.content || message.thinking || "" }));
   }
 
-  /** Show everything, once the message comes into view. */
+  /** Show the message with formatting and buttons, once it comes into view. */
   enrich() {
     if (this.isRich) return;
     this.isRich = true;
@@ -83,7 +83,7 @@ export class MessageView {
     return [element("details", { class: "thinking" }, element("summary", { text: "Thinking" }), text)];
   }
 
-  /** Say why the answer ended, below its text and below its tokens. */
+  /** Show the reason for the answer's end, below its text or tokens. */
   showEnding() {
     const { finish, error, schemaErrors } = this.message;
     const sentences = [];
@@ -110,7 +110,7 @@ export class MessageView {
 
   // ------------------------------------------------------------ growing
 
-  /** Begin to show a text that grows; `isJson`: it is JSON. */
+  /** Begin to show a growing text; `isJson`: whether it is JSON. */
   beginGrowth(parts, isJson) {
     this.isRich = true;
     this.parts = parts;
@@ -128,7 +128,7 @@ export class MessageView {
     if (this.actions.showsInside()) this.openInside();
   }
 
-  /** Show what has come since the last call, or as much as a frame's time allows; return whether that is all. */
+  /** Show the new text, as far as a frame's time allows; return whether all of it is shown. */
   grow() {
     const { thinking, thinkingBox, content, before } = this.growing;
     const { message } = this;
@@ -172,7 +172,7 @@ export class MessageView {
     this.facts.replaceChildren(...facts);
   }
 
-  /** Show what depends on the messages beside it and after it. */
+  /** Show the branches and buttons again: they depend on other messages. */
   showSurroundings() {
     this.showBranches();
     this.showActions();
@@ -273,7 +273,7 @@ export class MessageView {
       showNumbers();
     };
     view.update();
-    this.inside?.node.remove(); // of the answer before it was continued
+    this.inside?.node.remove(); // from before the continuation
     this.inside = { node, view, showNumbers: showNumbersSometimes };
     showNumbersSometimes();
     this.body.after(node);

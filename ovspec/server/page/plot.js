@@ -6,10 +6,10 @@ const WIDTH = 300;
 const HEIGHT = 60;
 
 /**
- * Return a plot of points (x, y), which begins at 0 on both axes.
+ * Return a plot of points (x, y), with both axes from 0.
  * @param {[number, number | null][]} points ascending in x; null: a gap
- * @param {string} label what it shows, for everybody
- * @param {{format?(value: number): string, unit?: string, note?: string}} [options] `note`: when the last value was
+ * @param {string} label its subject, also for screen readers
+ * @param {{format?(value: number): string, unit?: string, note?: string}} [options] `note`: the time of the last value
  */
 export function plot(points, label, { format = (value) => value.toFixed(0), unit = "", note = "" } = {}) {
   const figure = document.createElement("figure");
@@ -44,7 +44,7 @@ export function plot(points, label, { format = (value) => value.toFixed(0), unit
   return figure;
 }
 
-/** Return tokens a second along an answer, from the times at which its tokens came. */
+/** Return the points of tokens per second along an answer, from the times of its tokens. */
 export function speedPoints(times) {
   const windowMs = Math.min(400, ((times.at(-1)?.[0] ?? 0) - (times[0]?.[0] ?? 0)) / 6);
   const points = [];
@@ -59,7 +59,7 @@ export function speedPoints(times) {
   return thin(points, 150);
 }
 
-/** Return at most about `count` points, evenly drawn. */
+/** Return about `count` points at most, in equal steps. */
 export function thin(points, count) {
   const step = Math.ceil(points.length / count);
   return points.filter((_, index) => index % step === 0 || index === points.length - 1);

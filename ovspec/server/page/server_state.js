@@ -1,4 +1,4 @@
-// What the server is doing: its model, requests, cache, and the speeds since the page has watched.
+// The server's state: model, requests, cache, and speeds since the panel was opened.
 
 import { getJson, send } from "./api.js";
 import { element } from "./dom.js";
@@ -7,7 +7,7 @@ import { plot, thin } from "./plot.js";
 const INTERVAL_MS = 2_000;
 const MAX_SAMPLES = 900; // half an hour
 
-/** Return the sum of each metric over its labels, and of those with a drafter by its name. */
+/** Return the sum of each metric over its labels; metrics with a drafter also by drafter. */
 export function parseMetrics(text) {
   const values = {};
   for (const line of text.split("\n")) {
@@ -24,7 +24,7 @@ export function parseMetrics(text) {
 const gigabytes = (bytes) => (bytes >= 1e9 ? `${(bytes / 1e9).toFixed(2)} GB` : `${(bytes / 1e6).toFixed(0)} MB`);
 const count = (value) => (value ?? 0).toLocaleString("en");
 
-/** Return the points of a rate between neighbouring samples: a second, or per another count, with gaps where that rests. */
+/** Return the points of a rate between neighbouring samples: per second, or per another count, with gaps while idle. */
 function rates(samples, tokens, per) {
   const points = [];
   for (let index = 1; index < samples.length; index += 1) {

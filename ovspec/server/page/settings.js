@@ -1,16 +1,16 @@
-// The settings of a chat: their form, and the fields of a request that are made of them.
+// The settings of a chat: their form, and the request fields made of them.
 
 import { ApiError, getJson } from "./api.js";
 import { button, byId, element, setAttributes } from "./dom.js";
 
 /**
  * @typedef {object} Field
- * @property {string} name of the request's field, and of the setting
+ * @property {string} name the name of the request's field, and of the setting
  * @property {string} label
  * @property {"text" | "number" | "lines" | "json" | "check" | "choice" | "word"} kind
  * @property {string[]} [choices]
  * @property {number} [step]
- * @property {string} [hint] where the server has no description
+ * @property {string} [hint] if the server has no description
  */
 
 /** @type {{title: string, fields: Field[]}[]} */
@@ -76,7 +76,7 @@ const CHOICE_NAMES = {
 };
 const FORMATS_WITH_TEXT = ["json_schema", "regex", "choice", "gbnf", "grammar"];
 
-/** A setting that can't be used, before it is sent. */
+/** An invalid setting, found before sending it. */
 export class SettingError extends ApiError {
   constructor(message, field) {
     super(message, 0, field);
@@ -91,7 +91,7 @@ function parseJson(text, field) {
   }
 }
 
-/** Return the fields of a request for what the settings ask; throws SettingError. */
+/** Return the request fields for the settings; throws SettingError. */
 export function toRequestFields(settings) {
   const fields = {};
   for (const { name, kind } of FIELDS) {
@@ -119,7 +119,7 @@ function toFormatFields({ format, format_text: text = "" }) {
 
 export const asksForJson = (settings) => ["json_object", "json_schema"].includes(settings.format);
 
-/** Return the setting that an error of the server is about, or null. */
+/** Return the setting for a field named in a server error, or null. */
 function settingOf(field) {
   const name = field?.split(".")[0];
   if (["json_schema", "response_format", "regex", "choice", "gbnf", "grammar"].includes(name)) return "format_text";
@@ -144,7 +144,7 @@ export class SettingsForm {
     this.reset = button("Reset", () => this.resetAll(), { title: "Use the server's defaults" });
     root.append(element("div", { class: "bar-row changes" }, this.count, this.reset));
     root.append(...GROUPS.map((group) => this.makeGroup(group)));
-    // Hints have a place of their own: a field that moved when it is clicked would miss the click.
+    // Hints have a fixed place: if they moved a field during a click, the click would miss it.
     const hint = element("p", { class: "hint-box", "aria-hidden": "true" });
     root.append(hint);
     for (const event of ["focusin", "pointerover"]) {
@@ -225,7 +225,7 @@ export class SettingsForm {
     for (const name of ["json_schema_mode", "compact_json"]) this.inputs[name].closest(".field").hidden = !asksForJson({ format });
   }
 
-  /** Offer the drafters that the server has. */
+  /** Offer the server's drafters. */
   offerDrafters(drafters) {
     const chains = drafters.length > 1 ? [...drafters, drafters.join(",")] : drafters;
     const options = ["", "none", ...chains].map((choice) => element("option", { value: choice, text: CHOICE_NAMES.draft[choice] ?? choice.replace(",", ", then ") }));
@@ -233,7 +233,7 @@ export class SettingsForm {
     this.inputs.draft.value = this.settings.draft ?? "";
   }
 
-  /** Take descriptions and limits of the fields from the server's own document. */
+  /** Take descriptions and limits of the fields from the server's OpenAPI document. */
   async describe() {
     const { components } = await getJson("openapi.json");
     const { properties } = components.schemas.ChatRequest;
@@ -245,7 +245,7 @@ export class SettingsForm {
     }
   }
 
-  /** Ask the server whether the format can be used, and show why not. */
+  /** Ask the server whether the format is usable, and show its error if not. */
   async checkFormat() {
     const { settings } = this;
     try {
@@ -264,7 +264,7 @@ export class SettingsForm {
     }
   }
 
-  /** Show an error beside its field, if it has one here; return whether it has. */
+  /** Show an error beside its field, if the form has the field; return whether it has. */
   showError(error, focus = true) {
     const name = this.inputs[error.field] ? error.field : settingOf(error.field);
     if (!name) return false;

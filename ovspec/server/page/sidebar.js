@@ -6,7 +6,7 @@ import { deleteChat, loadAllMessages, loadMessages, saveChat, saveMessages } fro
 
 const MAX_SHOWN = 300;
 
-/** Save a text as a file of the user's. */
+/** Offer a text to the user as a file to save. */
 function download(name, text) {
   const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   element("a", { href: url, download: name }).click();
@@ -18,7 +18,7 @@ export class Sidebar {
   constructor(app) {
     this.app = app;
     this.chats = new Map();
-    this.found = null; // ids of the chats with the words that are searched, each with the place
+    this.found = null; // ids of the chats with the searched words -> the place of the words
     this.list = byId("chats");
     byId("search").addEventListener("input", () => this.search());
     byId("export").addEventListener("click", () => this.export());
@@ -82,7 +82,7 @@ export class Sidebar {
     notify(`“${chat.title}” is deleted.`, { label: "Undo", run: undo });
   }
 
-  /** Show the chats whose title or messages have all words that are searched. */
+  /** Show the chats with all searched words in title or messages. */
   async search() {
     const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
     if (!words.length) {
@@ -98,7 +98,7 @@ export class Sidebar {
       const at = text.indexOf(words[0]);
       found.set(chat, `…${content.slice(Math.max(0, at - 20), at + 40).replace(/\s+/g, " ")}…`);
     }
-    if (words.join() !== byId("search").value.toLowerCase().split(/\s+/).filter(Boolean).join()) return; // typed on
+    if (words.join() !== byId("search").value.toLowerCase().split(/\s+/).filter(Boolean).join()) return; // the user has typed more
     this.found = found;
     this.show();
   }

@@ -1,4 +1,4 @@
-// Chats in the browser's storage: a record for each chat and each message, and apart what only "Inside" shows.
+// Chats in the browser's storage: a record per chat and per message, and separate records for the view "Inside".
 
 const NAME = "ovspec";
 const STORES = ["chats", "messages", "details"];
@@ -19,7 +19,7 @@ function open() {
   return opening;
 }
 
-/** Run `work` with the stores; return what the request that it returns results in. */
+/** Run `work` with the stores; return the result of the database request it returns. */
 async function transact(mode, work) {
   const database = await open();
   return new Promise((resolve, reject) => {

@@ -1,4 +1,4 @@
-// The tokens of an answer, coloured by who proposed them, and what is known of each.
+// The tokens of an answer, coloured by origin, with details of each token.
 
 import { getJson } from "./api.js";
 import { byId, element, setAttributes } from "./dom.js";
@@ -10,7 +10,7 @@ const ALTERNATIVES = 5;
 export const nameOfSource = (source) => SOURCE_NAMES[source] ?? source;
 const classOfSource = (source) => `from-${SOURCE_NAMES[source] ? source : "other"}`;
 
-/** Return a list of the sources of tokens, with how many each proposed. */
+/** Return a list of the tokens' origins, with the number of tokens of each. */
 export function makeLegend(tokens) {
   const counts = { target: 0 };
   for (const { source } of tokens) counts[source] = (counts[source] ?? 0) + 1;
@@ -20,7 +20,7 @@ export function makeLegend(tokens) {
   return element("ul", { class: "legend", "aria-label": "Tokens proposed by" }, ...entries);
 }
 
-/** Return a token's text so that its spaces and line breaks can be read. */
+/** Return a token's text with visible spaces and line breaks. */
 const quote = (text) => JSON.stringify(text).slice(0, 80);
 
 /** The tokens of an answer's parts. They only grow. */
@@ -28,14 +28,14 @@ export class TokenView {
   /** @param {() => import("./generation.js").Part[]} getParts */
   constructor(getParts, { hasDetails = true } = {}) {
     this.getParts = getParts;
-    this.shown = []; // tokens of each part that are shown
-    this.probabilities = []; // of each part: a promise
+    this.shown = []; // number of shown tokens, by part
+    this.probabilities = []; // promises, by part
     this.current = null;
     this.node = element("div", { class: "tokens", role: "group", "aria-label": "Tokens" });
     if (hasDetails) this.bindDetails();
   }
 
-  /** Let tokens be pointed at, or be gone through by keys, to show what is known of each. */
+  /** Show a token's details when the user points at it or reaches it by keys. */
   bindDetails() {
     setAttributes(this.node, {
       class: "tokens detailed",
@@ -60,7 +60,7 @@ export class TokenView {
     const chunk = this.node.lastElementChild;
     const isFull = !chunk || (chunk.childElementCount >= CHUNK_TOKENS && (/\n$/.test(chunk.textContent) || chunk.childElementCount >= 2 * CHUNK_TOKENS));
     const place = isFull ? this.node.appendChild(element("div", { class: "token-chunk", dir: "auto" })) : chunk;
-    const lineBreak = text.includes("\n") ? " line-break" : ""; // or there would be nothing to point at
+    const lineBreak = text.includes("\n") ? " line-break" : ""; // makes a line break visible, to point at
     place.append(element("span", { class: `token ${classOfSource(source)}${lineBreak}`, "data-part": partIndex, "data-index": index }, text || "·"));
   }
 
@@ -85,7 +85,7 @@ export class TokenView {
     byId("token-details").hidden = true;
   }
 
-  /** Show what is known of a token beside it; its probability comes from the model when it is first asked for. */
+  /** Show a token's details beside it; its probability is requested from the model on first use. */
   async describe(span) {
     this.current?.classList.remove("current");
     this.current = span;
@@ -133,7 +133,7 @@ function listAlternatives(place) {
   return element("div", {}, element("p", { text: `Probability ${percent(place.logprob)}; the most likely here:` }), element("ol", {}, ...rows));
 }
 
-/** Return the probability of each token of a part and of its alternatives, by one pass of the model over the text. */
+/** Return the probability of each token of a part and of its alternatives, by a single forward pass over the text. */
 async function computeProbabilities(part) {
   if (!part.finish) throw new Error("Its probability can be computed once the answer is whole.");
   if (!part.record) throw new Error("This part of the answer was interrupted, so its probabilities aren't known; regenerate the answer.");

@@ -1,16 +1,16 @@
-// The messages on the screen: those in view have their form, the others only their text.
+// The messages on the screen: messages in view are formatted, others are plain text.
 
 import { byId } from "./dom.js";
 import { MessageView } from "./message_view.js";
 
 const NEAR_END = 60; // pixels
-const DRAWING_MS = 40; // between two drawings of a growing answer
+const DRAWING_MS = 40; // milliseconds between two drawings of a growing answer
 
 export class Transcript {
   constructor(actions) {
     this.actions = actions;
-    this.views = new Map(); // of the messages that are shown
-    this.known = new WeakMap(); // also of those on other branches, with what is open there
+    this.views = new Map(); // views of the shown messages
+    this.known = new WeakMap(); // views also of messages on other branches, with their open parts
     this.root = byId("messages");
     this.scroller = byId("scroller");
     this.follows = true;
@@ -21,7 +21,7 @@ export class Transcript {
     byId("to-end").addEventListener("click", () => this.goToEnd());
   }
 
-  /** Show a path of messages; views of messages that have been shown are kept. */
+  /** Show a path of messages; views of earlier shown messages are reused. */
   show(path) {
     const views = new Map();
     for (const message of path) {
@@ -36,14 +36,14 @@ export class Transcript {
     this.root.replaceChildren(...[...views.values()].map((view) => view.node));
     byId("welcome").hidden = path.length > 0;
     for (const view of [...views.values()].slice(-6)) view.enrich();
-    requestAnimationFrame(() => this.isNearEnd() && (byId("to-end").hidden = true)); // less to show scrolls nothing
+    requestAnimationFrame(() => this.isNearEnd() && (byId("to-end").hidden = true)); // a shorter transcript causes no scroll event
   }
 
   view(id) {
     return this.views.get(id);
   }
 
-  /** Show again what a message has around its text. */
+  /** Show the branches and buttons of a message again. */
   refresh(id) {
     const view = this.views.get(id);
     if (!view?.isRich || view.growing) return;
@@ -59,7 +59,7 @@ export class Transcript {
     }
   }
 
-  /** Draw what has grown, in some of the frames: the others are for scrolling. */
+  /** Draw the growing answer, in some of the frames: the others are left for scrolling. */
   scheduleGrowth(view) {
     this.frame ||= requestAnimationFrame((now) => {
       this.frame = 0;
@@ -74,7 +74,7 @@ export class Transcript {
     });
   }
 
-  /** Draw the rest of a whole answer, frame by frame. */
+  /** Draw the rest of a finished answer, frame by frame. */
   async finishGrowth(view) {
     while (!view.grow()) await new Promise(requestAnimationFrame);
     view.endGrowth();
@@ -97,7 +97,7 @@ export class Transcript {
     byId("to-end").hidden = true;
   }
 
-  /** Move the focus to the message before or after the one that has it. */
+  /** Move the focus from the focused message to the message before or after it. */
   focusNeighbour(step) {
     const nodes = [...this.root.children];
     const index = nodes.findIndex((node) => node.contains(document.activeElement));

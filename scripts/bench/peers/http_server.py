@@ -13,13 +13,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-# Connects to this machine directly, whatever proxy the environment names.
+# Connects to this machine directly, regardless of proxies in the environment.
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 START_SECONDS = 120
 
 
 class Server:
-    """A server on a free port, which its command gets as ``--port``; it ends with this process.
+    """A server on a free port, added to its command as ``--port``; it ends with this process.
 
     Raises:
         RuntimeError: /health doesn't answer in time.

@@ -4,7 +4,7 @@
 
 They go into .cache/peers/NAME. llama.cpp is compiled from source, twice: as llama-cpp-python, and as llama-server for
 speculation. Each takes minutes; without the server, only its rows are missing. For benchmarks with --isa AVX2 or
-AVX2_VNNI, install it with OV_CPU_MAX_ISA set to that, too: it goes into .cache/peers/llamacpp-AVX2.
+AVX2_VNNI, also install it with OV_CPU_MAX_ISA set to the same; it goes into .cache/peers/llamacpp-AVX2.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent.parent / ".cache" / "peers"
 CAPPED_TO_AVX2 = os.environ.get("OV_CPU_MAX_ISA", "").startswith("AVX2")
 PEERS = ("genai", "llamacpp", "optimum", "xgrammar")
-# CPU features that ggml can use: the kernel's name and ggml's. ggml's own choice for the machine that compiles it
-# (GGML_NATIVE) also uses AMX, which has crashed on a virtual machine whose hypervisor announced it.
+# CPU features supported by ggml: Linux's name -> ggml's. ggml's own choice for the compiling machine (GGML_NATIVE) also
+# includes AMX, and AMX has crashed on a virtual machine.
 FEATURES = {
     "avx2": "AVX2",
     "fma": "FMA",
@@ -35,7 +35,7 @@ FEATURES = {
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a peer; a benchmark that is capped to AVX2 takes a llama.cpp that is."""
+    """Return the folder of a peer; benchmarks capped to AVX2 use a llama.cpp compiled for AVX2."""
     return FOLDER / (f"{name}-AVX2" if name == "llamacpp" and CAPPED_TO_AVX2 else name)
 
 
@@ -67,7 +67,7 @@ def gguf_of(checkpoint: Path) -> Path:
 
 
 def cmake_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Return ggml's flags for this processor; none, which leaves the choice to ggml, if its features are unknown."""
+    """Return ggml's flags for this processor; [] leaves the choice to ggml, if the features are unknown."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     features = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), None)
     if features is None:
@@ -92,7 +92,7 @@ def install(name: str) -> None:
         return
     flags, jobs = cmake_flags(), str(os.cpu_count() or 1)
     built = {"CMAKE_ARGS": " ".join(flags), "CMAKE_BUILD_PARALLEL_LEVEL": jobs}
-    compiled = ("--no-cache-dir", "--no-binary", "llama-cpp-python")  # pip would take what it compiled with other flags
+    compiled = ("--no-cache-dir", "--no-binary", "llama-cpp-python")  # pip's cache may have a build with other flags
     run(*pip, "install", "--quiet", *compiled, "-r", requirements, **built)
     try:
         build_server(pip, flags, jobs)
@@ -114,7 +114,7 @@ def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
     run(*pip, "install", "--quiet", "cmake", "ninja")
     scripts = python_of("llamacpp").parent
     path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
-    # The server downloads nothing, so it needs neither curl nor TLS, and nobody uses its web page.
+    # The server downloads nothing, so it needs neither curl nor TLS; nor a web page.
     without = ["-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
     build = ["-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF"]
     run(scripts / "cmake", *build, *without, *flags, PATH=path)

@@ -1,17 +1,17 @@
 """JSON lines between a benchmark and a worker, the same for every peer; run by the peer's own interpreter.
 
-The first line is the set-up. Its ``task`` says which requests follow, and the worker has a loader for each task:
+The first line is the set-up, with the kind of requests to follow as ``task``; the worker has a loader for each task:
 
-- "texts": each ``Request`` for texts is answered with their ids and times. The set-up is a ``Setup``.
-- "loads": a ``Load`` of requests that several clients send is answered with their timelines. The same set-up.
-- "widths": inferences of several tokens, an ``Inference``, are answered with their times. The same set-up.
-- "grammars": a walk through a grammar, a ``GrammarTask``, is answered with its times. The set-up is a ``Vocabulary``.
+- "texts": a ``Request`` for texts is answered with their ids and times. The set-up is a ``Setup``.
+- "loads": a ``Load``, requests of several clients, is answered with their timelines. The same set-up.
+- "widths": an ``Inference``, forward passes over several tokens, is answered with their times. The same set-up.
+- "grammars": a ``GrammarTask``, a walk through a grammar, is answered with its times. The set-up is a ``Vocabulary``.
 
 The worker answers the set-up with ``{"ready": true, "versions": {...}, "load_s": x}``. An error is answered as
 ``{"error": "one sentence"}``; after a failed set-up the worker ends. An empty line or the end of stdin also ends it.
 
-All timing happens here: a call is timed from the token ids of its prompts to those of its texts, and a token counts
-when the peer's streamer is called.
+All timing happens here: a call is timed from the token ids of its prompts to the token ids of its texts; a token's time
+is the call of the peer's streamer.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ import numpy as np
 
 
 class Refusal(Exception):
-    """A sentence that says what a peer can't do."""
+    """A sentence about something a peer can't do."""
 
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]  # from a request to its answer
+Answer = Callable[[dict[str, Any]], dict[str, Any]]  # request -> answer
 
 
 def serve(packages: list[str], **loaders: Any) -> None:
     """Answer the requests on stdin until there are no more.
 
     Args:
-        packages: names of packages whose versions are reported.
-        loaders: for each task that the worker has, the function that takes the set-up, a ``LoadGenerate``,
-            ``LoadRunner``, ``LoadInfer`` or ``LoadGrammars``; it raises if the set-up can't be used.
+        packages: names of packages, to report their versions.
+        loaders: the worker's functions from set-up to answers, by task: a ``LoadGenerate``, ``LoadRunner``,
+            ``LoadInfer`` or ``LoadGrammars``; each raises for an unusable set-up.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
-    os.dup2(2, 1)  # what libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
 
     def reply(answer: dict[str, Any]) -> None:
         replies.write(json.dumps(answer) + "\n")
@@ -74,7 +74,7 @@ def serve(packages: list[str], **loaders: Any) -> None:
 
 
 def sentence(error: Exception) -> str:
-    """Return ``error`` as one line, without the C++ source locations that OpenVINO names."""
+    """Return ``error`` as a single line, without OpenVINO's C++ source locations."""
     text = " ".join(re.sub(r"Exception from \S+| at /\S+", "", str(error)).split())
     name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
     return f"{name}{text}"[:600]
@@ -103,9 +103,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """A request. ``k``: the lookahead; None leaves it to the peer. ``top_k``: None allows any token to be drawn.
+    """A request. ``k``: the lookahead; None for the peer's choice. ``top_k``: None for all tokens.
 
-    lengths: tokens of each text; None for ``max_tokens``.
+    lengths: number of tokens of each text; None for ``max_tokens``.
     """
 
     prompts: list[list[int]]
@@ -133,18 +133,18 @@ class Request:
 
 
 class Watch:
-    """A clock that notes when tokens come."""
+    """A stopwatch for tokens."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Start again, because everything until now was preparation."""
+        """Start again, after preparations."""
         self.began = time.perf_counter()
         self.times: list[float] = []  # seconds until each token
 
     def tokens(self, count: int = 1) -> None:
-        """Note that ``count`` tokens came."""
+        """Note the arrival of ``count`` tokens."""
         self.times += [time.perf_counter() - self.began] * count
 
 
@@ -159,7 +159,7 @@ def answer_texts(load: LoadGenerate, setup: dict[str, Any]) -> Answer:
 
 
 def timed_texts(generate: Generate, request: Request) -> dict[str, Any]:
-    """Return the texts and their times; ``times``: seconds until each token, for peers that stream."""
+    """Return the texts and their times; ``times``: seconds until each token, for streaming peers."""
     watch = Watch()
     tokens = generate(request, watch)
     seconds = time.perf_counter() - watch.began
@@ -180,9 +180,9 @@ def timed_texts(generate: Generate, request: Request) -> dict[str, Any]:
 
 @dataclass
 class Timeline:
-    """When a request was sent, and when the pieces of its text came, in seconds since the load began.
+    """The times of a request and of the pieces of its text, in seconds since the load began.
 
-    A piece has the tokens of one inference.
+    A piece has the tokens of a forward pass.
     """
 
     sent: float
@@ -191,11 +191,11 @@ class Timeline:
 
 @dataclass
 class Load:
-    """Requests, all for greedy texts that end at no token. Each client sends its next one when it has its answer.
+    """Requests for greedy texts without EOS. Each client sends its next request after the answer to its last.
 
     Args:
         prompts: token ids of each request, in order.
-        tokens: the number of tokens that each asks for.
+        tokens: number of tokens of each request.
     """
 
     prompts: list[list[int]]
@@ -219,14 +219,14 @@ class Load:
         return self._next == len(self.prompts)
 
     def due(self) -> list[int]:
-        """Return the numbers of the requests that are to be sent now."""
+        """Return the numbers of the requests to send now."""
         count = min(self.clients - self._running, len(self.prompts) - self._next)
         self._next += count
         self._running += count
         return list(range(self._next - count, self._next))
 
     def answered(self) -> None:
-        """Note that a request has been answered."""
+        """Note the answer to a request."""
         self._running -= 1
 
 
@@ -244,7 +244,7 @@ def answer_loads(load: LoadRunner, setup: dict[str, Any]) -> Answer:
 
 @dataclass(frozen=True)
 class Inference:
-    """An inference of all ``ids`` after the first ``context``, whose logits are written to the .npy file ``logits``."""
+    """A forward pass over all ``ids`` after the first ``context``; logits go to the .npy file ``logits``."""
 
     ids: list[int]
     context: int
@@ -266,14 +266,14 @@ def answer_widths(load: LoadInfer, setup: dict[str, Any]) -> Answer:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary. ``file``: a byte-level BPE tokenizer.json; ``size``: number of ids, including unused ones."""
+    """A vocabulary. ``file``: a byte-level BPE tokenizer.json; ``size``: number of ids, including unused ids."""
 
     file: str
     size: int
     end: int
 
     def spelled(self) -> list[str]:
-        """Return the tokens by id, as the file spells them; "" if an id has none."""
+        """Return the tokens by id, as spelled in the file; "" for an id without a token."""
         tokens = [""] * self.size
         for token, i in json.loads(Path(self.file).read_text(encoding="utf-8"))["model"]["vocab"].items():
             tokens[i] = token
@@ -282,7 +282,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class GrammarTask:
-    """A grammar and texts that it allows, as token ids. ``kind``: json (a schema), lark or gbnf."""
+    """A grammar and allowed texts, as token ids. ``kind``: json (a schema), lark or gbnf."""
 
     kind: str
     source: str
@@ -293,8 +293,8 @@ class GrammarTask:
 class Walk(Protocol):
     """The state of a grammar within a text. ``mask``, ``apply``, ``check`` and ``accept`` are timed.
 
-    prepare: put the logits where the engine needs them, which every engine must do without a grammar too.
-    mask: compute which tokens are allowed; return whether the mask still has to be applied.
+    prepare: put the logits in place for the engine, as needed without a grammar, too.
+    mask: compute the mask of allowed tokens; return whether it still has to be applied.
     check: return whether a token is allowed, without a mask; None if the engine can't check a single token.
     allows: return whether the applied mask allows a token.
     """
@@ -307,7 +307,7 @@ class Walk(Protocol):
     def accept(self, token: int) -> bool: ...
 
 
-# From a grammar's kind and source to the function that constructs it, which is timed.
+# (kind, source) of a grammar -> the function to construct it, to be timed.
 Grammars = Callable[[str, str], Callable[[], Walk]]
 LoadGrammars = Callable[[Vocabulary], Grammars]
 
@@ -319,12 +319,12 @@ def answer_grammars(load: LoadGrammars, setup: dict[str, Any]) -> Answer:
 
 
 def timed_walks(grammars: Grammars, task: GrammarTask, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return the milliseconds of every step by operation, and how many tokens of the texts masks forbid.
+    """Return the milliseconds of every step by operation, and the number of tokens wrongly forbidden by masks.
 
-    The grammar is constructed again for each text, so that nothing is known from the last one.
+    The grammar is constructed again for each text, so no engine profits from the text before.
 
     Raises:
-        Refusal: the grammar isn't supported, or it doesn't accept one of the texts.
+        Refusal: the grammar isn't supported, or doesn't accept a text.
     """
     times: dict[str, list[float]] = defaultdict(list)
     outside = 0

@@ -1,7 +1,7 @@
 """openvino-genai as a worker: texts, and loads in its continuous batching pipeline, without HTTP and drafters.
 
-Modes of texts: plain, draft, lookup. Their options: batches, True for several prompts at a time; backend, PA (its own
-default), SDPA, or None to leave everything to its defaults; prefix_caching.
+Modes of texts: plain, draft, lookup. Their options: batches, True for several prompts at a time; backend, PA (genai's
+default), SDPA, or None for all of genai's defaults; prefix_caching.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ LOOKUP_NGRAM = 3
 
 
 def scheduler(options: dict[str, Any]) -> Any:
-    """Return its own default scheduler for one text at a time, but without prefix caching.
+    """Return genai's default scheduler for a text at a time, but without prefix caching.
 
     The driver gives the same prompt to several configurations, and warms up: with a cached prefix there would be almost
-    nothing to read before the first token. Looking prefixes up isn't free, so it loses nothing without them; and with
-    them, sampling with a draft fails. ``max_num_batched_tokens`` has no limit, as in its default; the class's own 256
+    no prefill left. genai loses nothing without it, because looking prefixes up takes time; and with prefix caching,
+    sampling with a draft fails. ``max_num_batched_tokens`` is unlimited, as in genai's default; the class's own 256
     would read long prompts in chunks.
     """
     config = genai.SchedulerConfig()
@@ -31,7 +31,7 @@ def scheduler(options: dict[str, Any]) -> Any:
 
 
 class FirstToken(genai.StreamerBase):
-    """A streamer that reports when tokens come, without decoding them to text."""
+    """A streamer to note the times of tokens, without decoding them to text."""
 
     def __init__(self, watch: protocol.Watch) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def load_texts(setup: protocol.Setup) -> protocol.Generate:
 
 
 def load_serving(setup: protocol.Setup) -> protocol.RunLoad:
-    """Load the pipeline with the scheduler's defaults, which read prompts in chunks of at most 256 tokens a step.
+    """Load the pipeline with the scheduler's defaults: prompts are read in chunks of at most 256 tokens.
 
     Prefix caching is off, as in the other benchmarks.
     """

@@ -1,6 +1,6 @@
-"""llama.cpp as a worker: greedy texts, and inferences of several tokens.
+"""llama.cpp as a worker: greedy texts, and forward passes over several tokens.
 
-Modes: plain runs in llama-cpp-python; lookup, which looks n-grams up, and head, an EAGLE-3 head, run in llama-server.
+Modes: plain runs in llama-cpp-python; lookup (n-grams) and head (an EAGLE-3 head) run in llama-server.
 Options: server, the path of llama-server; threads; prefix_caching, for plain. ``target`` and ``draft`` are GGUF files,
 see ``gguf_writer.py``.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import protocol
 from http_server import Server
 
-CONTEXT = 4096  # tokens of a prompt and its text, at most
+CONTEXT = 4096  # maximum tokens of a prompt and its text
 KINDS = {"lookup": "ngram-simple", "head": "draft-eagle3"}  # of its --spec-type
 
 
@@ -43,7 +43,7 @@ def library_generate(setup: protocol.Setup, threads: int) -> protocol.Generate:
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         if not setup.options.get("prefix_caching"):
-            llama.reset()  # otherwise it would reuse what the last prompt and this one share
+            llama.reset()  # prevents reuse of a common prefix with the last prompt
         tokens: list[int] = []
         for token in llama.generate(request.prompt, temp=0.0):
             watch.tokens()

@@ -1,9 +1,9 @@
 """llama.cpp's own grammar engine as a worker: grammars.
 
-It has no separate masks: one pass over all candidates computes and applies a mask. Before that pass, llama.cpp checks
-the one token that it would choose without a grammar (``check`` here), and mostly needs no more. llama-server converts
-JSON schemas to its grammars with llama.cpp's own converter, and needs some model to run; the converter of
-llama-cpp-python is older and knows fewer schemas.
+It has no separate masks: a single pass over all candidates computes and applies a mask. First llama.cpp only checks its
+choice without a grammar (``check`` here); this is mostly enough. llama-server converts JSON schemas to its grammars
+with llama.cpp's own converter, but needs a model to run; the converter of llama-cpp-python is older and supports fewer
+schemas.
 """
 
 from __future__ import annotations

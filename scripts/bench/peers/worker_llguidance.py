@@ -1,4 +1,4 @@
-"""llguidance as a worker: grammars. Schemas are compiled and masks applied as ovspec does."""
+"""llguidance as a worker: grammars. Schemas are compiled and masks applied as in ovspec."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Matcher:
         return True
 
     def _error(self) -> str:
-        """Return the error without the parser's state, which follows it."""
+        """Return the error without the parser's state after it."""
         return self.matcher.get_error().partition("<state>")[0]
 
 

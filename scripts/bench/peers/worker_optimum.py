@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class FirstToken(BaseStreamer):
-    """A streamer that reports when tokens come; what it gets first is the prompt."""
+    """A streamer to note the times of tokens; its first call is for the prompt."""
 
     def __init__(self, watch: protocol.Watch) -> None:
         self._watch, self._prompt = watch, True
@@ -36,7 +36,7 @@ def model_of(folder: str, properties: dict[str, str], options: dict[str, Any]) -
         model: Any = OVModelForCausalLM.from_pretrained(folder, ov_config=dict(properties))
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    # Texts have the requested length: no id ends one.
+    # Without EOS, to generate texts of the requested length.
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 

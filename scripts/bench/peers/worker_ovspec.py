@@ -1,4 +1,4 @@
-"""ovspec as a worker: texts, and loads of one client by ``lm.stream``.
+"""ovspec as a worker: texts, and loads of a single client by ``lm.stream``.
 
 Modes: plain, or a value for the draft of ``ovspec.load``, such as "lookup,draft". Options: those of ``ovspec.load``,
 and settle=False to leave weights in small pages.
@@ -21,7 +21,7 @@ def load_model(setup: protocol.Setup) -> ovspec.LanguageModel:
     options: dict[str, Any] = {"cache_memory": 0, **setup.options}  # each turn reads its prompt
     settle = options.pop("settle", True)
     lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **options)
-    if settle:  # as ovspec does by itself between requests; weights are packed when they are first used
+    if settle:  # otherwise done by ovspec itself between requests; weights are packed at their first use
         lm.generate([0] * 8, max_tokens=4, ignore_eos=True, lookahead=2 if lm.draft else 0)
         lm.use_large_pages()
     return lm
