@@ -80,9 +80,9 @@ class LoadParams(RuntimeParams):
         "Text file as an additional source for prompt lookup.", default_factory=tuple, metavar="FILE"
     )
     cache_size: float | None = option(
-        "Memory limit (GB) for all KV caches together: of running texts, of drafts, and of the prefix cache. A text "
-        "takes memory as it grows. If memory runs out, the youngest text waits, and is prefilled again later; without "
-        "exact arithmetic, a text reserves memory for its maximum length instead.",
+        "Memory limit (GB) for all KV caches together: of running texts, of drafts, and of the prefix cache. If memory "
+        "runs out, the youngest text waits, and is prefilled again later; without exact arithmetic, each text reserves "
+        "memory for its maximum length instead.",
         default=None,
         limits=POSITIVE,
         default_meaning="the free memory; 80 % of it for ovspec serve",
