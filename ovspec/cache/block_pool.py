@@ -8,7 +8,7 @@ arXiv 2312.07104). Every owner has a tree, because latency would reveal one owne
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -63,6 +63,7 @@ class BlockPool:
     def __init__(self, block_size: int, used_limit: int = 0) -> None:
         self.block_size = block_size
         self.used_limit = used_limit
+        self.dropped_tables: deque[list[list[int]]] = deque()  # of deleted decoders, whose blocks are still in use
         self._reference_counts: Counter[int] = Counter()  # block -> number of rows that use it
         self._free_blocks: list[int] = []  # all below ``needed_capacity``
         self._kept_nodes: dict[int, PrefixNode] = {}
@@ -89,6 +90,7 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Return a free block, which one row uses from now on."""
+        self.release_dropped_tables()
         if self._idle_blocks and self.used_count + self._snapshot_blocks >= self.used_limit:
             self._evict_block()
         if self._free_blocks:
@@ -115,6 +117,12 @@ class BlockPool:
                     self._free_blocks.append(block)
         while self._idle_blocks and self.used_count + self._snapshot_blocks > self.used_limit:
             self._evict_block()
+
+    def release_dropped_tables(self) -> None:
+        """Release the blocks of deleted decoders; not at their deletion, which may happen in any thread."""
+        while self.dropped_tables:
+            for table in self.dropped_tables.popleft():
+                self.release_blocks(table)
 
     def is_shared(self, block: int) -> bool:
         """Return whether several rows or the prefix cache need the block's contents."""

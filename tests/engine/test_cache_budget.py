@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,6 +261,21 @@ def test_cache_size_is_the_limit_of_all_texts(load: Load, options: dict[str, Any
         assert rest.finish_reason == "length" and models.count_cached_tokens() <= 640 + 32 and lm.verify(rest).ok
     alone = lm.generate(prompts[0], max_tokens=-1, ignore_eos=True)
     assert alone.finish_reason == "length" and 600 <= len(alone.token_ids) <= 610
+
+
+def test_sessions_dropped_without_close_free_their_memory(load: Load) -> None:
+    lm = load(draft="none", cache_memory=0.1)
+    for _ in range(3):
+        session = lm.session()
+        session.append([7] * 40)
+        session.generate(max_tokens=8, ignore_eos=True)
+        fork = session.fork()
+        fork.generate(max_tokens=8, ignore_eos=True)
+        assert lm.runtime.models.count_cached_tokens() >= 64
+        del session, fork
+        gc.collect()
+        assert lm.runtime.models.count_cached_tokens() == 0
+    assert lm.generate([7] * 40, max_tokens=8).stats.cached_tokens > 30, "the dropped texts are still known"
 
 
 def test_a_task_that_waits_for_memory_sets_nobody_back(load: Load) -> None:
