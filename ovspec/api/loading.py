@@ -108,6 +108,7 @@ def load(
         lookahead,
         corpus_texts,
         cache_bytes,
+        None if params.cache_size is None else 1e9 * params.cache_size,
         tool_format,
         custom_template,
     )

@@ -221,7 +221,8 @@ class LanguageModel:
                 engine.start(warm_up=False)
                 self._engine = engine
                 self._engine_finalizer = weakref.finalize(self, engine.stop)
-        return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]
+        row_maker = engine.runtime.row_maker
+        return engine, [row for prompt in prompts for row in row_maker.make_rows(prompt, params, can_wait=True)]
 
     def _make_single_text_params(self, options: dict[str, OptionValue]) -> Params:
         """Return the params of a call for a single text per prompt."""

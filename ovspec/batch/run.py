@@ -89,7 +89,9 @@ class BatchRun(Iterator[Row]):
         row_maker = self._lm.runtime.row_maker
         text_request = request.text_request
         params = row_maker.complete_params(text_request.overrides.apply_to(self._params, text_request.kind))
-        made_rows = [row for prompt in text_request.prompts for row in row_maker.make_rows(prompt, params)]
+        made_rows = [
+            row for prompt in text_request.prompts for row in row_maker.make_rows(prompt, params, can_wait=True)
+        ]
         return RunningRequest(request, params, made_rows)
 
     def _finish_row(self, row_number: int) -> None:

@@ -9,7 +9,7 @@ to another owner.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -64,6 +64,7 @@ class BlockPool:
     def __init__(self, block_size: int, used_limit: int = 0) -> None:
         self.block_size = block_size
         self.used_limit = used_limit
+        self.dropped_tables: deque[list[list[int]]] = deque()  # of deleted decoders; their blocks still count as used
         self._reference_counts: Counter[int] = Counter()  # block -> number of its rows
         self._free_blocks: list[int] = []  # below ``needed_capacity``
         self._kept_nodes: dict[int, PrefixNode] = {}
@@ -90,6 +91,7 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Return a free block for a row, after evicting an idle block if the limit is reached."""
+        self.release_dropped_tables()
         if self._idle_blocks and self.used_count + self._snapshot_blocks >= self.used_limit:
             self._evict_block()
         if self._free_blocks:
@@ -116,6 +118,12 @@ class BlockPool:
                     self._free_blocks.append(block)
         while self._idle_blocks and self.used_count + self._snapshot_blocks > self.used_limit:
             self._evict_block()
+
+    def release_dropped_tables(self) -> None:
+        """Release the blocks of deleted decoders; not at their deletion, which may happen in any thread."""
+        while self.dropped_tables:
+            for table in self.dropped_tables.popleft():
+                self.release_blocks(table)
 
     def is_shared(self, block: int) -> bool:
         """Return whether the block must not be written: several rows use it, or it is kept."""

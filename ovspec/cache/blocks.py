@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Hashable
 
 import numpy as np
@@ -33,6 +34,8 @@ class BlockTables:
         self.pool = pool
         self.tables: list[list[int]] = [[] for _ in range(rows)]  # each row's blocks, in text order
         self.version = 0  # changes whenever the tables may have changed
+        # A session may be dropped without being closed.
+        weakref.finalize(self, pool.dropped_tables.append, self.tables).atexit = False
 
     def extend(self, row: int, begin: int, new_tokens: int) -> list[tuple[int, int]]:
         """Make room for ``new_tokens`` tokens from position ``begin`` of ``row`` on, in unshared blocks.
@@ -62,8 +65,8 @@ class BlockTables:
 
     def reorder(self, rows: list[int]) -> None:
         """Give new row i the blocks of old row ``rows[i]``, or no blocks for EMPTY_ROW."""
-        old_tables = self.tables
-        self.tables = [[] if row == EMPTY_ROW else list(old_tables[row]) for row in rows]
+        old_tables = self.tables[:]
+        self.tables[:] = [[] if row == EMPTY_ROW else list(old_tables[row]) for row in rows]
         for table in self.tables:
             self.pool.add_references(table)
         for table in old_tables:
@@ -73,7 +76,7 @@ class BlockTables:
     def fork(self) -> BlockTables:
         """Return a copy with the same blocks, shared."""
         forked_tables = BlockTables(0, self.pool)
-        forked_tables.tables = [list(table) for table in self.tables]
+        forked_tables.tables[:] = [list(table) for table in self.tables]
         for table in forked_tables.tables:
             self.pool.add_references(table)
         return forked_tables

@@ -106,6 +106,9 @@ class PagedDecoder:
 
     @property
     def blocks_used(self) -> int:
+        if self._tensors.pool.dropped_tables:
+            with self._tensors.lock:
+                self._tensors.pool.release_dropped_tables()
         return self._tensors.pool.used_count - self._tensors.pool.idle_count
 
     def reset(self, rows: int) -> None:

@@ -143,7 +143,9 @@ class CacheBudget:
                 row_blocks = self._count_blocks(len(cached_rows[running_row.decoder_row]))
             cached_blocks += row_blocks
             missing_blocks += max(0, self._count_blocks(length_of(running_row.row)) - row_blocks)
-        used_blocks = self._target.blocks_used if batch else 0  # an empty batch frees the blocks of its ended rows
+        used_blocks = self._target.blocks_used
+        if not batch:  # an empty batch frees the blocks of its ended rows, but not those of other decoders
+            used_blocks = max(0, used_blocks - sum(self._count_blocks(len(ended_row)) for ended_row in cached_rows))
         if task_tokens:  # the task may already use some
             used_blocks = max(used_blocks, cached_blocks + self._count_blocks(task_tokens))
         return self._max_blocks - used_blocks - missing_blocks

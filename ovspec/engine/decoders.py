@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from ovspec.ir.memory import (
     LEAST_CHECKED_BYTES,
     check_memory_for_tokens,
     count_free_tokens,
+    count_tokens_in_bytes,
     kv_bytes_per_token,
     recurrent_row_bytes,
 )
@@ -73,6 +75,7 @@ class ModelPair:
         cache_bytes: memory of KV caches above which caches of ended texts are evicted; 0 keeps no caches. None: a
             quarter of the free memory; but if exact arithmetic is requested and not possible here, greedy texts share
             no prefix, because their tokens would depend on the cache's contents.
+        cache_limit_bytes: memory limit of all KV caches together; None for the free memory.
     """
 
     def __init__(
@@ -83,12 +86,16 @@ class ModelPair:
         known_ids: KnownTokenIds,
         corpora: list[NgramIndex],
         cache_bytes: float | None = None,
+        cache_limit_bytes: float | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.draft_choice = draft_choice
         self.corpora = corpora
         self.cache_bytes = cache_bytes
+        self.cache_limit_bytes = cache_limit_bytes
+        self._target_decoders = weakref.WeakSet[Decoder]()
+        self._lock = threading.Lock()
         self._known_ids = known_ids
         self._max_token_bytes = sum(kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
         self.shares_greedy_prefixes = not (
@@ -96,6 +103,7 @@ class ModelPair:
         )
         self.loaded_models = [target, *self._list_draft_layers()]  # includes a draft without a drafter
         max_cache_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
+        max_cache_bytes = min(max_cache_bytes, math.inf if cache_limit_bytes is None else cache_limit_bytes)
         if max_cache_bytes:
             for loaded_model in self.loaded_models:
                 loaded_model.share_prefixes(self._count_kept_tokens(max_cache_bytes))
@@ -120,7 +128,7 @@ class ModelPair:
 
     def make_decoders(self) -> DecoderSet:
         """Return new decoders, with the costs from the profile."""
-        target = self._make_decoder(self.target)
+        target = self._count_texts_of(self._make_decoder(self.target))
         target_costs = InferenceCosts(self.target.verify_ms, self.target.change_ms, target.fills_width, target.rule)
         drafts = [self._make_decoder(model) for model in self._list_draft_layers()]
         draft_costs = InferenceCosts()
@@ -133,7 +141,7 @@ class ModelPair:
 
     def fork_decoders(self, decoders: DecoderSet) -> DecoderSet:
         """Return copies of ``decoders``, with the same texts in their KV caches."""
-        target = decoders.target.fork()
+        target = self._count_texts_of(decoders.target.fork())
         drafts = [draft.fork() for draft in decoders.drafts]
         return DecoderSet(target, self._make_drafter(target, drafts), drafts, copy.deepcopy(decoders.lookaheads))
 
@@ -172,6 +180,38 @@ class ModelPair:
         """Estimate the memory, in bytes, of the KV caches of a text of ``token_count`` tokens."""
         return sum(token_count * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
 
+    def count_cached_tokens(self) -> int:
+        """Return the number of tokens in the KV caches of all unfinished texts."""
+        with self._lock:
+            counts = [decoder.blocks_used * decoder.block_size for decoder in self._target_decoders]
+        shares_blocks = self.target.prefix_cache and self.target.rollback.kv == "blocks"
+        return max(counts, default=0) if shares_blocks else sum(counts)
+
+    def count_batch_tokens(self, target: Decoder, max_rows: int, include_draft: bool = True) -> float:
+        """Return how many tokens fit into the memory of a batch of ``max_rows`` in ``target``, an empty decoder.
+
+        They include other texts' tokens in blocks that ``target`` shares, because a batch's budget counts these, too.
+        """
+        free_tokens = count_free_tokens(self.compiled_irs(include_draft), max_rows, self.idle_cache_bytes)
+        free_tokens = min(free_tokens, self.count_tokens_below_limit(include_draft, row_count=max_rows))
+        return free_tokens + target.blocks_used * target.block_size
+
+    def count_tokens_below_limit(self, include_draft: bool = True, can_wait: bool = False, row_count: int = 1) -> float:
+        """Return the number of tokens, summed over ``row_count`` rows, for which `cache_size` has room; inf without it.
+
+        can_wait: count the room after the end of all running texts.
+        """
+        if self.cache_limit_bytes is None:
+            return math.inf
+        max_tokens = count_tokens_in_bytes(self.compiled_irs(include_draft), row_count, self.cache_limit_bytes)
+        return max_tokens - (0 if can_wait else self.count_cached_tokens())
+
+    def _count_texts_of(self, target: Decoder) -> Decoder:
+        """Let ``count_cached_tokens`` count the texts of ``target``; return it."""
+        with self._lock:
+            self._target_decoders.add(target)
+        return target
+
     @property
     def prefix_caches(self) -> list[PrefixCache]:
         """The prefix caches of all loaded models."""
@@ -198,11 +238,18 @@ class ModelPair:
         for cache in self.prefix_caches:
             cache.free_idle()
 
-    def ensure_memory(self, token_count: int, include_draft: bool = True) -> None:
-        """Raise OvspecError if the KV caches for ``token_count`` more tokens don't fit into free memory.
+    def ensure_memory(self, token_count: int, include_draft: bool = True, can_wait: bool = False) -> None:
+        """Raise OvspecError if the KV caches for ``token_count`` more tokens exceed the free memory or `cache_size`.
 
         Frees idle entries of the prefix caches if they only fit without these.
+
+        can_wait: whether the text may wait for the end of others, as in a batch.
         """
+        if token_count > (free_tokens := self.count_tokens_below_limit(include_draft, can_wait)):
+            raise OvspecError(
+                f"The text needs a KV cache of {token_count} tokens, but `cache_size` has room for "
+                f"{max(0, int(free_tokens))}; limit the text to fewer tokens, or raise `cache_size`."
+            )
         if token_count * self._max_token_bytes > LEAST_CHECKED_BYTES:
             check_memory_for_tokens(self.compiled_irs(include_draft), token_count, self.idle_cache_bytes)
             if token_count * self._max_token_bytes > psutil.virtual_memory().available:
@@ -272,10 +319,7 @@ class DecoderPool:
             max_tokens = math.inf
             if row_count != 1:
                 max_rows = params.batch_size
-                irs = self.models.compiled_irs(drafter is not None)
-                max_tokens = count_free_tokens(irs, max_rows, self.models.idle_cache_bytes)
-                # The budget also counts the blocks in use by other texts.
-                max_tokens += decoders.target.blocks_used * decoders.target.block_size
+                max_tokens = self.models.count_batch_tokens(decoders.target, max_rows, drafter is not None)
             isolated_errors = (OvspecError,) if isolate_errors else ()
             batch_limits = BatchLimits(max_rows, max_tokens, self.models.rows_grow, isolated_errors=isolated_errors)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, batch_limits))

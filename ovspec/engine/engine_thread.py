@@ -71,8 +71,6 @@ class EngineThread:
     Args:
         runtime: the loaded model.
         max_rows: maximum number of rows in the batch.
-        cache_bytes: memory for all KV caches: of rows, drafts and the prefix cache; None for a share of the free
-            memory.
         lookup_tokens: number of tokens of earlier texts to keep for lookup's proposals.
         prefill_tokens: prompt tokens per round; None to choose a number with little delay for other texts.
     """
@@ -81,7 +79,6 @@ class EngineThread:
         self,
         runtime: Runtime,
         max_rows: int,
-        cache_bytes: float | None = None,
         lookup_tokens: int = 0,
         prefill_tokens: int | None = None,
     ) -> None:
@@ -96,7 +93,6 @@ class EngineThread:
         self._stopping = self._stopped = False
         self._command_lock = threading.Lock()  # for commands after the end of the thread's loop
         self._max_rows = max_rows
-        self._cache_bytes = cache_bytes
         self._lookup_tokens = lookup_tokens
         self._earlier_texts = NgramIndex()
         if lookup_tokens:
@@ -123,11 +119,13 @@ class EngineThread:
         if warm_up:
             self._warm_up()
             self.add_task(BackgroundTask(step for ir in irs for step in ir.large_page_mover.move_in_steps()))
-        self._cache_limit_bytes = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
+        self._cache_limit_bytes = runtime.models.cache_limit_bytes or (
+            FREE_MEMORY_SHARE * psutil.virtual_memory().available
+        )
         self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, self._cache_limit_bytes), 2**62))
         if self.max_cache_tokens < MIN_CACHE_TOKENS:
             error_message = f"The memory for KV caches holds only {max(0, self.max_cache_tokens)} tokens; free memory"
-            if self._cache_bytes:
+            if runtime.models.cache_limit_bytes:
                 error_message += ", or raise `cache_size`"
             raise OvspecError(f"{error_message}.")
         if warm_up:

@@ -84,10 +84,13 @@ class RowMaker:
             return self.prompt_encoder.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
         return params.token_limit
 
-    def make_rows(self, prompt: Prompt, params: Params, memory_reserved: bool = False) -> list[Row]:
+    def make_rows(
+        self, prompt: Prompt, params: Params, memory_reserved: bool = False, can_wait: bool = False
+    ) -> list[Row]:
         """Return a row for each of the ``n`` texts of a prompt.
 
         ``params`` are complete, but may lack a seed. ``memory_reserved``: by the caller.
+        ``can_wait``: see ``ModelPair.ensure_memory``.
 
         Raises:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
@@ -104,7 +107,7 @@ class RowMaker:
         rows = [self.make_row(Sequence(prompt_ids), params, origin) for origin in origins]
         if not memory_reserved:
             for row in rows:
-                self.check_row_memory(row, params)
+                self.check_row_memory(row, params, can_wait=can_wait)
         return rows
 
     def make_row(self, sequence: Sequence, params: Params, origin: Origin = DEFAULT_ORIGIN) -> Row:
@@ -168,15 +171,20 @@ class RowMaker:
             reader=answer_reader,
         )
 
-    def check_row_memory(self, row: Row, params: Params, cached_tokens: int = 0) -> None:
+    def check_row_memory(self, row: Row, params: Params, cached_tokens: int = 0, can_wait: bool = False) -> None:
         """Raise OvspecError if there is no memory for a row, of which ``cached_tokens`` are in the KV cache.
 
-        Where ``params`` don't limit the text, memory for the default number of tokens is enough.
+        Where ``params`` don't limit the text, memory for the default number of tokens is enough, and the text ends
+        where it would exceed `cache_size`. ``can_wait``: see ``ModelPair.ensure_memory``.
         """
         token_count = row.max_length
         if params.max_tokens != row.params.max_tokens:
             token_count = min(token_count, row.prompt_length + DEFAULT_MAX_TOKENS)
-        self.models.ensure_memory(token_count - cached_tokens, include_draft=params.lookahead != 0)
+        include_draft = params.lookahead != 0
+        self.models.ensure_memory(token_count - cached_tokens, include_draft, can_wait)
+        if token_count < row.max_length and self.models.cache_limit_bytes is not None:
+            free_tokens = self.models.count_tokens_below_limit(include_draft, can_wait)
+            row.limit_length(cached_tokens + int(min(free_tokens, row.max_length)))
 
     def _make_stats(self, params: Params, prompt_tokens: int) -> Stats:
         target = self.models.target

@@ -34,7 +34,7 @@ class Runtime:
         draft_choice: the drafters.
         lookahead: tokens proposed per round; None to choose automatically.
         corpus: texts for lookup's proposals.
-        cache_bytes: see ``ModelPair``.
+        cache_bytes, cache_limit_bytes: see ``ModelPair``.
         tool_format, custom_template: see ``PromptEncoder``.
     """
 
@@ -47,6 +47,7 @@ class Runtime:
         lookahead: int | None = None,
         corpus: Iterable[str] = (),
         cache_bytes: float | None = None,
+        cache_limit_bytes: float | None = None,
         tool_format: str | None = None,
         custom_template: str | None = None,
     ) -> None:
@@ -54,7 +55,9 @@ class Runtime:
         self.prompt_encoder = PromptEncoder(folder, target.ir.config, tool_format, custom_template)
         tokenizer = self.prompt_encoder.tokenizer
         corpora = [index_texts(tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
-        self.models = ModelPair(target, draft, draft_choice, tokenizer.known_ids, corpora, cache_bytes)
+        self.models = ModelPair(
+            target, draft, draft_choice, tokenizer.known_ids, corpora, cache_bytes, cache_limit_bytes
+        )
         self.decoder_pool = DecoderPool(self.models)
         constraint_maker = ConstraintMaker(tokenizer)
         self.row_maker = RowMaker(self.prompt_encoder, self.models, constraint_maker, lookahead, lambda: self.identity)

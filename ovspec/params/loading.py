@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ovspec.params.generation import GENERATE_OPTIONS
-from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
+from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE
 from ovspec.params.option import OptionValue, collect_options, option, options_dataclass
 from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.params.values import check_option_names, check_value, parse_file_or_name, parse_folder, parse_key_value
@@ -78,6 +78,15 @@ class LoadParams(RuntimeParams):
     )
     lookup_corpus: Sequence[str | Path] = option(
         "Text file as an additional source for prompt lookup.", default_factory=tuple, metavar="FILE"
+    )
+    cache_size: float | None = option(
+        "Memory limit (GB) for all KV caches together: of running texts, of drafts, and of the prefix cache. If memory "
+        "runs out, the youngest text waits, and is prefilled again later; without exact arithmetic, each text reserves "
+        "memory for its maximum length instead.",
+        default=None,
+        limits=POSITIVE,
+        default_meaning="the free memory; 80 % of it for ovspec serve",
+        metavar="GB",
     )
     cache_memory: float | None = option(
         "Memory limit (GB) of KV caches before idle entries are evicted. Idle entries serve later texts with the "

@@ -55,15 +55,6 @@ class ServeParams:
     )
     queue_timeout: float = option("Time limit (s) in the queue.", default=300.0, limits=POSITIVE)
     request_timeout: float = option("Time limit (s) for the whole request.", default=3600.0, limits=POSITIVE)
-    cache_size: float | None = option(
-        "Memory limit (GB) for all KV caches together: of running texts, of drafts, and of the prefix cache. A text "
-        "takes memory as it grows. If memory runs out, the youngest text waits, and is prefilled again later; without "
-        "exact arithmetic, a text reserves memory for its maximum length instead.",
-        default=None,
-        limits=POSITIVE,
-        default_meaning="80 % of the free memory after loading",
-        metavar="GB",
-    )
     share_prefixes: bool = option(
         "Share the prefix cache between API keys. Latency can then reveal others' prompts.",
         default=False,

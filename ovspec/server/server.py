@@ -127,9 +127,8 @@ def serve(
             f"{arithmetic_note}; leave `deterministic` out."
         )
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
-    cache_bytes = None if options.cache_size is None else 1e9 * options.cache_size
     lm.runtime.preload_files()
-    engine = EngineThread(lm.runtime, options.batch_size, cache_bytes, options.lookup_memory, options.prefill_chunk)
+    engine = EngineThread(lm.runtime, options.batch_size, options.lookup_memory, options.prefill_chunk)
     context = ServerContext(lm, engine, model_names, options)
     engine.start()
     api_app = make_app(context)

@@ -171,6 +171,11 @@ SHARED: dict[str, Case] = {
         lambda f, b: (f.stats.proposed, f.stats.accepted) != (b.stats.proposed, b.stats.accepted),
         ("--draft", "lookup", "--lookahead", "4", "-n", "40"),
     ),
+    "cache_size": Case(
+        ("-n", "-1", "--ignore-eos", "--cache-size", "2e-4"),
+        lambda f, b: len(b.tokens) > len(f.tokens) > 5 and f.lm.runtime.models.cache_limit_bytes == 2e5,
+        ("-n", "-1", "--ignore-eos"),
+    ),
     "cache_memory": Case(
         ("--cache-memory", "0"),
         lambda f, b: f.lm.runtime.models.cache_bytes == 0 and b.lm.runtime.models.cache_bytes is None,

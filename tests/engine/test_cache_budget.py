@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from conftest import ROOT
 from random_pairs import PAIRS, shared_pair
 
 import ovspec
+from ovspec.base.errors import OvspecError
 from ovspec.drafting.costs import InferenceCosts
 from ovspec.engine import cache_budget
 from ovspec.engine import scheduler as scheduler_module
@@ -22,6 +24,8 @@ from ovspec.engine.decoders import NO_LOOKAHEAD
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import BatchLimits, Scheduler
+from ovspec.integrations.branches import BranchPool
+from ovspec.ir.memory import kv_bytes_per_token
 
 Load = Callable[..., ovspec.LanguageModel]
 REAL, REAL_HEAD = ROOT / "smollm2", ROOT / "models" / "smollm2-head"
@@ -211,6 +215,67 @@ def test_what_rows_share_counts_once_and_sessions_count(load: Load) -> None:
     scheduler, rows, _ = start(lm, [[number + 5] * 40 for number in range(4)], 22, 100)
     run_until(scheduler, lambda: all(row.finish_reason for row in rows))
     assert scheduler.set_back_count == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "stateful"}, {"cache_memory": 0}, {"arithmetic": "fast"}])
+def test_cache_size_is_the_limit_of_all_texts(load: Load, options: dict[str, Any]) -> None:
+    """Batches, samples, sessions and guidance's branches, each beside a session that has half of the memory."""
+    cold = load(draft="none", **options)
+    size = 640 * kv_bytes_per_token(cold.target.ir) / 1e9
+    lm = load(draft="none", cache_size=size, **options)
+    models = lm.runtime.models
+    prompts, asked = [[number + 5] * 30 for number in range(8)], {"max_tokens": 200, "ignore_eos": True}
+    with lm.session() as session:
+        session.append([7] * 20)
+        session.generate(max_tokens=300, ignore_eos=True)
+        used = models.count_cached_tokens()
+        assert 319 <= used <= 352
+        most = list[int]()
+
+        def count(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:  # noqa: ARG001
+            most.append(models.count_cached_tokens())
+            return logits
+
+        results = lm.generate(prompts, logits_processors=[count], **asked)
+        lm.samples(prompts[0], n=8, temperature=1.0, seed=1, logits_processors=[count], **asked)
+        assert len(most) == 16 * 200 and used + 200 < max(most) <= 640
+        if models.rows_grow:
+            assert [found.token_ids for found in results] == [
+                found.token_ids for found in cold.generate(prompts, **asked)
+            ]
+        for refused in (
+            lambda: lm.generate(prompts[0], max_tokens=400),
+            lambda: lm.session(context=400),
+            lambda: session.generate(max_tokens=400),
+        ):
+            with pytest.raises(OvspecError, match=r"KV cache of 4\d\d tokens, but `cache_size` has room for \d+; "):
+                refused()
+        branches = BranchPool(lm)
+        for number in range(4):  # of which two fit
+            branches.request_logits([number + 5] * 100)
+            assert models.count_cached_tokens() <= 640
+        assert branches.counts.forks == 0 and len(branches._branches) == 2
+        for branch in list(branches._branches):
+            branches._drop_branch(branch)
+        rest = session.generate(max_tokens=-1, ignore_eos=True)
+        assert rest.finish_reason == "length" and models.count_cached_tokens() <= 640 + 32 and lm.verify(rest).ok
+    alone = lm.generate(prompts[0], max_tokens=-1, ignore_eos=True)
+    assert alone.finish_reason == "length" and 600 <= len(alone.token_ids) <= 610
+
+
+def test_sessions_dropped_without_close_free_their_memory(load: Load) -> None:
+    lm = load(draft="none", cache_memory=0.1)
+    for _ in range(3):
+        session = lm.session()
+        session.append([7] * 40)
+        session.generate(max_tokens=8, ignore_eos=True)
+        fork = session.fork()
+        fork.generate(max_tokens=8, ignore_eos=True)
+        assert lm.runtime.models.count_cached_tokens() >= 64
+        del session, fork
+        gc.collect()
+        assert lm.runtime.models.count_cached_tokens() == 0
+    assert lm.generate([7] * 40, max_tokens=8).stats.cached_tokens > 30, "the dropped texts are still known"
 
 
 def test_a_task_that_waits_for_memory_sets_nobody_back(load: Load) -> None:

@@ -313,8 +313,8 @@ def test_a_slow_grammar_ends_before_others_have_waited_long(
 
 
 def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovspec.LanguageModel]) -> None:
-    lm = load(draft="none")
-    engine = EngineThread(lm.runtime, max_rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
+    lm = load(draft="none", cache_size=700 * kv_bytes_per_token(load(draft="none").target.ir) / 1e9)
+    engine = EngineThread(lm.runtime, max_rows=4)
     engine.start()
     assert 600 <= engine.max_cache_tokens <= 700
     order = list[str]()
