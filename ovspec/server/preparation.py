@@ -239,6 +239,6 @@ def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextReque
         token_count -= sum(row.prompt_length for row in rows)
     logprob_count = token_count * (1 + top_logprobs)
     if logprob_count > MAX_LOGPROBS:
-        message = f"The answer could have {logprob_count:,} log-probabilities, but at most {MAX_LOGPROBS:,} are allowed"
+        limit_sentence = f"The answer could have {logprob_count:,} log-probabilities, but the limit is {MAX_LOGPROBS:,}"
         field = "top_logprobs" if request.is_chat else "logprobs"
-        raise ApiError(400, f"{message}; lower max_tokens, n or {field}.", field)
+        raise ApiError(400, f"{limit_sentence}; lower max_tokens, n or {field}.", field)
