@@ -28,7 +28,6 @@ MAX_SINGLE_TOKEN_STEPS = 8  # tokens at the end of the text, fed one by one
 # Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, rounded again in
 # some parts of a model, differ by 0.001 to 0.02, and a different computation by 0.3 and more.
 LOGITS_TOLERANCE = 0.1
-REPORT_ADVICE = "the wrong IR was deleted; please report the model's name to ovspec"
 TIED_POSITION_SHARE = 0.1  # share of the positions allowed to differ by more: where two experts tie, rounding chooses
 
 
@@ -52,7 +51,7 @@ def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: 
             problem = (
                 f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations"
             )
-            raise OvspecError(f"{problem}; {REPORT_ADVICE}")
+            raise OvspecError(f"{problem}, so the IR was deleted")
 
 
 def draw_token_ids(ir: CompiledIR) -> np.ndarray:

@@ -52,7 +52,7 @@ class GrowingArray:
     def rewind(self, length: int) -> None:
         """Keep only the first ``length`` values."""
         if not 0 <= length <= self._length:
-            raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
+            raise ValueError(f"The sequence has only {self._length} tokens; it can't be rewound to {length}.")
         self._length = length
 
 

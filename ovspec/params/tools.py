@@ -166,7 +166,7 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
                 function.get("name") if isinstance(function, Mapping) else None for function in allowed_functions
             ]
             if not allowed_names and choice_content.get("mode") == "required":
-                raise OvspecError("`tool_choice` is required, but allows no tool; add a tool.")
+                raise OvspecError("`tool_choice` requires a tool call, but allows no tool; add a tool.")
             return AllowedCalls(
                 select_requested_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required"
             )

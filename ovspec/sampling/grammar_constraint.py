@@ -161,7 +161,7 @@ class GrammarConstraint(Constraint):
             )
             mask = mask & ~pack_mask(forbidden_ids, self._vocab_size)
         if not mask.any() and not matcher.is_stopped():
-            raise OvspecError("No token of the model can continue the text in its grammar.")
+            raise OvspecError("No token of the model can continue the text in its grammar; change the grammar.")
         return mask
 
     def _allowed_mask(self, matcher: LLMatcher) -> np.ndarray:

@@ -108,7 +108,7 @@ def test_texts_are_those_of_generate(engine: EngineThread) -> None:
 
 def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     target, feed = engine._decoders.target, engine._decoders.target.feed
-    all_asked, failures = threading.Event(), [InferenceError("CPU: the inference failed (a test).")]
+    all_asked, failures = threading.Event(), [InferenceError("CPU: OpenVINO failed to run the model (a test).")]
 
     def feed_or_fail(*arguments: Any, **options: Any) -> Any:
         all_asked.wait(30)

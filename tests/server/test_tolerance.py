@@ -213,7 +213,7 @@ def test_the_log_names_each_once_and_not_without_end(start_here: StartHere) -> N
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]}]},
-            "cache_control is not a field of a part",
+            "cache_control is not a field of a content part",
             "messages",
         ),
         ("/v1/completions", {**TEXT, "stream": True, "stream_options": {"x": 1}}, "x is not a field", "stream_options"),

@@ -27,17 +27,20 @@ WORD = re.compile(r"[A-Za-z']+")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 MAX_RELATIVE_WORDS = 1.5  # per 100
 # In the names of functions that make messages.
-MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field")
+MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field|death")
 ERROR_CLASS = re.compile(r"Error$|^(NotPaged|PagedCheck)$|^Sandbox.*(Died|Exceeded)$|^raise_usage_error_if$")
 MESSAGE_VARIABLE = re.compile(r"(^|_)(message|problem|reason|refusal|sentence)$")
 MESSAGE_CONSTANT = re.compile(
     r"(_ADVICE|_ERRORS?|_FAILURES|_REASONS|_WORDINGS|_FORMATS|_INSTEAD|_MODEL_KINDS)$|^(UNSUPPORTED|UNUSABLE|NOT_AN)"
 )
 MIN_MESSAGE_WORDS = 3
-# Parts that reach their sentence through another process or a library, by folder or file; {} is the part.
+# Parts that reach their sentence through another process or a library, by folder or file; {} is the part. A frame that
+# ends with its part is for whole sentences, too.
 FRAMES = {
     "export/": "{model}: {what failed} ({}); correct this and try again, or report it to ovspec.",
     "export/ovspec_export/gguf_file.py": "{file}: damaged or truncated ({}); download it again.",
+    "ovspec/grammars/gbnf/": "{label}, {}",
+    "ovspec/grammars/json_schema/": "{label}, at {}",
     "ovspec/protocols/": "{field} {}.",
     "ovspec/text/chat_template_worker.py": "The model's chat template cannot render these messages: {}.",
 }
@@ -215,7 +218,9 @@ def put_into_frame(part: str, file: str) -> str:
     """Return the sentence with a part of a message; a whole sentence stays as it is."""
     frame = max((prefix for prefix in FRAMES if file.startswith(prefix)), key=len, default="")
     is_part = part[0].islower() and not part.endswith((".", "?"))
-    return FRAMES[frame].replace("{}", part) if frame and is_part else part
+    if not frame or not (is_part or FRAMES[frame].endswith("{}")):
+        return part
+    return FRAMES[frame].replace("{}", re.sub("^#:", "the top:", part))  # as users see a schema's top
 
 
 def texts_for_users() -> dict[str, str]:

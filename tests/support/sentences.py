@@ -154,7 +154,7 @@ def expand_anew(node: ast.AST, code: Code, path: tuple[ast.AST, ...]) -> list[Fo
         case ast.BinOp(op=ast.Mult(), left=left):
             return follow(left)
         case ast.IfExp(body=body, orelse=orelse):
-            return follow(body) + follow(orelse)
+            return forms_of_sources(node, (body, orelse), code, path)
         case ast.Tuple(elts=[ast.Tuple(), *_] as rows):
             return [form for row in rows if isinstance(row, ast.Tuple) for form in follow(row.elts[-1])]
         case ast.BoolOp(values=values) | ast.Dict(values=values):
@@ -169,6 +169,8 @@ def expand_anew(node: ast.AST, code: Code, path: tuple[ast.AST, ...]) -> list[Fo
             return phrases(form for source in sources_of_attribute(node, code) for form in follow(source))
         case ast.Call(func=ast.Attribute(value=ast.Name(id="re"), attr="sub"), args=[pattern, replacement, text]):
             return [Form(substitute(pattern, replacement, form.text), form.nodes) for form in follow(text)]
+        case ast.Call(func=ast.Attribute(value=value, attr="removeprefix"), args=[ast.Constant(value=str(prefix))]):
+            return [Form(form.text.removeprefix(prefix), form.nodes) for form in follow(value)]
         case ast.Call(func=ast.Attribute(attr="expand"), args=[template]):  # of a match
             return [Form(re.sub(r"\\\d", "{detail}", form.text), form.nodes) for form in follow(template)]
         case ast.Call():
@@ -309,7 +311,7 @@ def sources_of_call(node: ast.Call, code: Code) -> Iterator[ast.AST]:
         case ast.Attribute(value=value, attr="get"):
             yield from (value, *node.args[1:])
         case ast.Attribute(attr="join"):
-            yield from node.args
+            yield from (argument for argument in node.args if isinstance(argument, ast.Call))
         case ast.Attribute(value=value, attr=method) if method in STRING_METHODS:
             yield value
         case _:
@@ -377,7 +379,7 @@ def name_value(node: ast.AST) -> str:
         case ast.Call(func=ast.Name(id="len"), args=[value]):
             return f"{'number' if name_value(value).endswith('s') else 'length'} of {name_value(value)}"
         case ast.Call(func=ast.Name(id="type"), args=[value]):
-            return f"type of {name_value(value)}"
+            return "class" if name_value(value) == "self" else f"type of {name_value(value)}"
         case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(key)), *_]):
             return key.replace("_", " ")
         case ast.Call(func=ast.Attribute(attr="join"), args=[value]):
@@ -387,6 +389,8 @@ def name_value(node: ast.AST) -> str:
         case ast.Call(func=function, args=arguments):
             names = [name for argument in arguments if (name := name_value(argument))]
             verb, _, noun = (called_name(node) or "").strip("_").partition("_")
+            if verb == "describe":
+                return noun.replace("_", " ")
             return names[-1] if names else (noun if verb in VERBS else f"{verb} {noun}".strip()).replace("_", " ") or name_value(function)
         case ast.GeneratorExp(elt=element) | ast.ListComp(elt=element):
             return name_value(element)
@@ -419,8 +423,8 @@ def sentences(
             if root in used:
                 continue
             new = []
-            for form, nodes in sorted(zip(forms[root], parts[root], strict=True), key=lambda pair: -len(pair[1])):
-                if nodes - shown or not nodes:
+            for form, nodes in zip(forms[root], parts[root], strict=True):
+                if nodes - shown - {root}:
                     new.append(form)
                     shown |= nodes
             texts += [" ".join(form.text.split()).replace("?.", "?") for form in new or forms[root][:1]]
