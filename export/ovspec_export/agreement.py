@@ -48,10 +48,10 @@ def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: 
     for texts, circumstance in (([text_ids], "for a text"), ([text_ids, shortened_ids], "in a batch")):
         difference = measure_difference(compute_ir_logits(ir, texts), checkpoint_logits[: len(texts)])
         if difference > tolerance:
-            problem = (
-                f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations"
+            raise OvspecError(
+                f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations, "
+                "so the IR was deleted"
             )
-            raise OvspecError(f"{problem}, so the IR was deleted")
 
 
 def draw_token_ids(ir: CompiledIR) -> np.ndarray:

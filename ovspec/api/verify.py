@@ -268,5 +268,5 @@ def result_from_json(data: JsonObject) -> Result:
         if int(record["n"]) != provenance.params.n:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise OvspecError("not a result with a record, as written by 'ovspec generate --json'.") from None
+        raise OvspecError("not a result with a record; give the JSON of 'ovspec generate --json'.") from None
     return Result(text, token_ids, finish_reason, record=provenance)

@@ -138,7 +138,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
                 raise OvspecError("The request has no body; put its fields into body.")
         return BatchRequest(request_id, line, read_line_body(body, kind))
     except json.JSONDecodeError as error:
-        error_message = f"Not JSON: {error.msg} at column {error.colno}."
+        error_message = f"The line is not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
         error_message = "The line has an unpaired surrogate (\\ud800 to \\udfff); remove it."
     except (ValueError, RecursionError):

@@ -231,8 +231,8 @@ def read_text_or_stdin(file: str | Path) -> str:
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise click.UsageError("stdin: not UTF-8 text.") from None
-    raise_usage_error_if(not text.strip(), "stdin: contains no text.")
+        raise click.UsageError("stdin: not UTF-8 text; convert it to UTF-8.") from None
+    raise_usage_error_if(not text.strip(), "stdin: contains no text; give text.")
     return text
 
 

@@ -79,7 +79,7 @@ def check_grammar_options(params: Params) -> None:
     if grammar_options and params.ignore_eos:
         raise OvspecError(
             f"`{grammar_options[0]}` can't be combined with `ignore_eos`, because the grammar ends the text; leave "
-            "either out."
+            "one out."
         )
     if not grammar_options and params.constrain_from is not None:
         raise OvspecError("`constrain_from` needs a grammar, such as `regex`; add a grammar.")

@@ -202,7 +202,7 @@ def test_what_is_left_out_is_named() -> None:
         ({"input": [HI] + [called("a")] * 1001}, "more than 1000 tool calls"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported; send the whole chat in input"),
         ({"conversation": "conv_1"}, "conversation is not supported; send the whole chat in input"),
-        ({"prompt": {"id": "x"}}, "prompt is not supported; send instructions and input"),
+        ({"prompt": {"id": "x"}}, "prompt is not supported; use instructions and input"),
         ({"background": True}, "background is not supported"),
         ({"n": 2}, "n is not supported, except as 1; leave it out"),
         ({"messages": [HI]}, "messages is not a field of this request, but of /v1/chat/completions; give input"),

@@ -124,7 +124,7 @@ def test_what_cannot_be_had_is_refused_unless_it_asks_for_nothing(name: str) -> 
     [
         ({"best_of": 3}, "best_of is not supported, except as 1; leave it out."),
         ({"reasoning_format": "none"}, 'reasoning_format is not supported, except as "auto" or "deepseek"'),
-        ({"guided_json": {}}, "guided_json is not supported; give json_schema."),
+        ({"guided_json": {}}, "guided_json is not supported; use json_schema."),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ],
 )

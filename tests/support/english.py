@@ -25,6 +25,10 @@ MESSAGES_FILE = ROOT / "tests" / "messages.txt"
 RELATIVE_WORD = re.compile(r"\b(that|which|who|whom|whose|what|those|ones?)\b", re.IGNORECASE)
 WORD = re.compile(r"[A-Za-z']+")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
+HEADER = """The error messages of ovspec, by source file, written by tests/support/english.py. Words in braces stand for values:
+{label} for an option, a field or a tool, {folder} and {path} for paths. On the command line, `option` reads --option.
+
+"""
 MAX_RELATIVE_WORDS = 1.5  # per 100
 # In the names of functions that make messages.
 MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field|death")
@@ -209,7 +213,7 @@ def listing() -> str:
     """Return the contents of the file of messages: whole sentences."""
     trees = parse_code()
     found = sentences.sentences(message_nodes(trees), sentences.index_code(trees.values()), is_message)
-    return "\n".join(
+    return HEADER + "\n".join(
         f"{file}\n" + "".join(f"  {put_into_frame(text, file)}\n" for text in texts) for file, texts in found.items()
     )
 
@@ -220,7 +224,9 @@ def put_into_frame(part: str, file: str) -> str:
     is_part = part[0].islower() and not part.endswith((".", "?"))
     if not frame or not (is_part or FRAMES[frame].endswith("{}")):
         return part
-    return FRAMES[frame].replace("{}", re.sub("^#:", "the top:", part))  # as users see a schema's top
+    if FRAMES[frame].endswith("at {}"):  # a place in a schema: its top reads "the top"
+        part = re.sub("^#:", "the top:", part if re.match(r"(\{pointer\}|#)\S*:", part) else "{pointer}: " + part)
+    return FRAMES[frame].replace("{}", part)
 
 
 def texts_for_users() -> dict[str, str]:

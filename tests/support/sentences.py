@@ -22,6 +22,8 @@ COMMON_ERRORS = {"OvspecError", "ValueError", "KeyError", "TypeError", "LookupEr
 EMPTY_OWNERS = {"self", "options", "params", "args", "str", "math", "error", "request", "entry", "reply"}
 EMPTY_ATTRIBUTES = {"name", "value", "items", "keys", "values"}
 STRING_METHODS = {"format", "lower", "strip", "rstrip", "split", "splitlines", "removeprefix", "removesuffix"}
+# Words for attributes of Python's own errors and matches, and for methods.
+READABLE = {"strerror": "reason", "msg": "problem", "colno": "column", "lineno": "line", "peek": "next character"}
 VERBS = {"describe", "format", "quote", "shorten", "make", "get", "find", "shown", "type"}
 
 HAS_OWN_WORDS = re.compile(r"[A-Za-z]+\S* |\S* [A-Za-z]+")
@@ -141,7 +143,7 @@ def expand_anew(node: ast.AST, code: Code, path: tuple[ast.AST, ...]) -> list[Fo
     follow = functools.partial(expand, code=code, path=path)
     match node:
         case ast.Constant(value=str(text)):
-            return [Form(text, frozenset([node]))]
+            return [Form(text, frozenset([node]) if node in code.modules else frozenset())]
         case ast.JoinedStr(values=values):
             return [Form(form.text, form.nodes | {node}) for form in join(follow(value) for value in values)]
         case ast.FormattedValue(value=value):
@@ -157,7 +159,9 @@ def expand_anew(node: ast.AST, code: Code, path: tuple[ast.AST, ...]) -> list[Fo
             return forms_of_sources(node, (body, orelse), code, path)
         case ast.Tuple(elts=[ast.Tuple(), *_] as rows):
             return [form for row in rows if isinstance(row, ast.Tuple) for form in follow(row.elts[-1])]
-        case ast.BoolOp(values=values) | ast.Dict(values=values):
+        case ast.BoolOp(values=values):
+            return forms_of_sources(node, values, code, path)[::-1]
+        case ast.Dict(values=values):
             return [form for value in values for form in follow(value)]
         case ast.Subscript(value=value) | ast.NamedExpr(value=value):
             return follow(value)
@@ -170,9 +174,9 @@ def expand_anew(node: ast.AST, code: Code, path: tuple[ast.AST, ...]) -> list[Fo
         case ast.Call(func=ast.Attribute(value=ast.Name(id="re"), attr="sub"), args=[pattern, replacement, text]):
             return [Form(substitute(pattern, replacement, form.text), form.nodes) for form in follow(text)]
         case ast.Call(func=ast.Attribute(value=value, attr="removeprefix"), args=[ast.Constant(value=str(prefix))]):
-            return [Form(form.text.removeprefix(prefix), form.nodes) for form in follow(value)]
+            return [Form(form.text.removeprefix(prefix), frozenset([node])) for form in follow(value)]
         case ast.Call(func=ast.Attribute(attr="expand"), args=[template]):  # of a match
-            return [Form(re.sub(r"\\\d", "{detail}", form.text), form.nodes) for form in follow(template)]
+            return [Form(re.sub(r"\\\d", "{detail}", form.text).replace("\\\\", "\\"), form.nodes) for form in follow(template)]
         case ast.Call():
             return phrases(forms_of_sources(node, sources_of_call(node, code), code, path))
         case _:
@@ -187,12 +191,20 @@ def forms_of_sources(
     found: list[Form] = []
     has_unknown = False
     for source in sources:
-        if isinstance(source, ast.Constant) and source.value is None:
+        if (isinstance(source, ast.Constant) and source.value is None) or is_empty_list(source):
             continue
-        forms = [form for form in expand(source, code, path) if form.nodes or form.text != placeholder(source, code)]
+        forms = [form for form in expand(source, code, path) if form.nodes]
         has_unknown |= not forms
         found += forms
     return [unknown, *known] if has_unknown and (known := phrases(found)) else [] if has_unknown else found
+
+
+def is_empty_list(node: ast.AST) -> bool:
+    match node:
+        case ast.List(elts=[]) | ast.Call(func=ast.Subscript(value=ast.Name(id="list")), args=[]):
+            return True
+        case _:
+            return False
 
 
 def phrases(forms: Iterable[Form]) -> list[Form]:
@@ -217,7 +229,7 @@ def sources_of_name(name: str, node: ast.AST, code: Code) -> Iterator[ast.AST]:
             return
     for function in enclosing(node, (ast.FunctionDef, ast.AsyncFunctionDef), code):
         assert isinstance(function, Function)
-        values = [value for value in code.variables[function, name] if name not in map(name_value, ast.walk(value))]
+        values = [value for value in code.variables[function, name] if not mentions(value, name)]
         parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
         if name in parameters or name in [argument.arg for argument in function.args.kwonlyargs]:
             passed = list(arguments_passed(function, name, parameters, code))
@@ -246,6 +258,10 @@ def arguments_passed(function: Function, name: str, parameters: list[str], code:
         if name in parameters and parameters.index(name) < len(call.args):
             yield call.args[parameters.index(name)]
         yield from (keyword.value for keyword in call.keywords if keyword.arg == name)
+
+
+def mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
 def ends_message(node: ast.AST, code: Code) -> bool:
@@ -366,6 +382,8 @@ def name_value(node: ast.AST) -> str:
         case ast.Attribute(value=value, attr="__name__"):
             return name_value(value)
         case ast.Attribute(value=value, attr=attribute):
+            if attribute in READABLE:
+                return READABLE[attribute]
             owner = name_value(value)
             attribute = attribute.strip("_").replace("_", " ")
             if attribute in EMPTY_ATTRIBUTES and owner not in EMPTY_OWNERS:
@@ -384,10 +402,12 @@ def name_value(node: ast.AST) -> str:
             return key.replace("_", " ")
         case ast.Call(func=ast.Attribute(attr="join"), args=[value]):
             return name_value(value)
-        case ast.Call(func=ast.Attribute(value=value, attr=method)) if method in (*STRING_METHODS, "replace", "size"):
+        case ast.Call(func=ast.Attribute(value=value, attr=method)) if method in (*STRING_METHODS, "replace", "group"):
             return name_value(value)
         case ast.Call(func=function, args=arguments):
             names = [name for argument in arguments if (name := name_value(argument))]
+            if called_name(node) in READABLE:
+                return READABLE[called_name(node)]
             verb, _, noun = (called_name(node) or "").strip("_").partition("_")
             if verb == "describe":
                 return noun.replace("_", " ")

@@ -118,7 +118,7 @@ class GbnfParser:
             self.skip_spaces(skip_line_ends=True)
             rules[rule_name] = self.parse_alternation(nested=False)
             if self.peek() not in ("", "\r", "\n"):
-                raise self.error_at(f"unexpected {self.peek()!r}")
+                raise self.error_at(f"unexpected character {self.peek()!r}")
             self.skip_spaces(skip_line_ends=True)
         for rule_name, use_position in self.first_use_positions.items():
             if rule_name not in rules:
