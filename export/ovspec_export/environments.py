@@ -139,7 +139,8 @@ def prepare_environment(environment: Environment, families: str) -> Path:
             lock.release()
     except OSError as error:
         raise OvspecError(
-            f"{folder}: the packages for exporting {families} cannot be written ({error.strerror or error}); correct this and try again."
+            f"{folder}: the packages for exporting {families} cannot be written "
+            f"({error.strerror or error}); correct this and try again."
         ) from None
     return folder
 
@@ -180,7 +181,11 @@ def install_wheels(environment: Environment, families: str) -> int:
         if process.returncode:
             reason = describe_install_failure(process)
             wheel_names = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
-            place = f"{folder} is incomplete, and installing them again" if folder.exists() else f"installing them into {folder}"
+            place = (
+                f"{folder} is incomplete, and installing them again"
+                if folder.exists()
+                else f"installing them into {folder}"
+            )
             raise OvspecError(
                 f"Exporting {families} needs {wheel_names}, but {place} failed ({reason}); "
                 "correct this and try again. If this machine has no network, run 'ovspec export --prepare "

@@ -66,11 +66,7 @@ class SandboxProcess(psutil.Popen):
         if not self.ready:
             return SandboxProcessDied("did not start", NOT_STARTED_DEATH_WEIGHT)
         has_crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
-        return (
-            SandboxProcessDied("crashed", CRASHED_DEATH_WEIGHT)
-            if has_crashed
-            else SandboxProcessDied("was killed")
-        )
+        return SandboxProcessDied("crashed", CRASHED_DEATH_WEIGHT) if has_crashed else SandboxProcessDied("was killed")
 
     def measure_usage(self) -> tuple[float, int]:
         """Return CPU seconds and bytes of memory used by the process; zeros if it has just ended."""

@@ -327,5 +327,8 @@ def convert_feed_error(error: BaseException, device: str) -> BaseException:
     if isinstance(error, MemoryError):
         return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")
     if isinstance(error, RuntimeError):
-        return InferenceError(f"{device}: OpenVINO failed to run the model ({last_error_line(error)}); load the model again, or choose another `device`.")
+        return InferenceError(
+            f"{device}: OpenVINO failed to run the model ({last_error_line(error)}); load the model again, "
+            "or choose another `device`."
+        )
     return error

@@ -240,7 +240,8 @@ def check_chat_options(chat: bool | None, system: str | None, heal: bool | None)
     """Raise click.UsageError for options without a use in a chat or with a raw prompt."""
     raise_usage_error_if(system is not None and not chat, "--system needs --chat.")
     raise_usage_error_if(
-        chat and heal, "--heal can't be combined with a chat: the chat template ends at a token boundary; leave out --heal."
+        chat and heal,
+        "--heal can't be combined with a chat: the chat template ends at a token boundary; leave out --heal.",
     )
 
 
@@ -258,7 +259,8 @@ def check_draft_option(draft: OptionValue) -> None:
     """Raise click.UsageError if ``--draft`` names no drafters."""
     if isinstance(draft, str):
         raise click.UsageError(
-            f"--draft {draft}: no such folder; give the folder of a draft model or head, or lookup, mtp, head, self or none."
+            f"--draft {draft}: no such folder; give the folder of a draft model or head, or lookup, "
+            "mtp, head, self or none."
         )
 
 

@@ -355,7 +355,9 @@ def as_inference_error(error: BaseException) -> InferenceError:
     """Return the error that clients get for ``error``, which isn't their mistake."""
     error_message = str(error)
     if not isinstance(error, OvspecError):
-        error_message = f"Text generation failed ({type(error).__name__}: {error}); try again, or report this bug to ovspec."
+        error_message = (
+            f"Text generation failed ({type(error).__name__}: {error}); try again, or report this bug to ovspec."
+        )
     inference_error = InferenceError(error_message)
     inference_error.__cause__ = error
     return inference_error

@@ -49,7 +49,9 @@ def check_select_options(options: object, terminator: object) -> None:
     if terminator is not None and not isinstance(terminator, str):
         raise OvspecError(f"`terminator` must be a string, not {type(terminator).__name__}.")
     if "" in options and not terminator:
-        raise OvspecError("`select` has an empty option, which would always win; set `terminator` to the text after the option.")
+        raise OvspecError(
+            "`select` has an empty option, which would always win; set `terminator` to the text after the option."
+        )
 
 
 def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -> list[Score]:

@@ -87,7 +87,9 @@ def check_grammar_options(params: Params) -> None:
     if schema_options and params.json_schema is None and (schema_options[0] == "retries" or not params.tools):
         raise OvspecError(f"`{schema_options[0]}` works only with a JSON schema; add `json_schema`.")
     if params.retries and params.json_schema_mode != "checked":
-        raise OvspecError("`retries` needs `json_schema_mode='checked'`: in strict mode, every text matches the schema.")
+        raise OvspecError(
+            "`retries` needs `json_schema_mode='checked'`: in strict mode, every text matches the schema."
+        )
     if params.retries and not params.temperature:
         raise OvspecError("`retries` needs a `temperature` above 0: greedy decoding would repeat the text.")
 

@@ -104,7 +104,9 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
-        raise OvspecError(f"`tools`: the parameters of {function!r:.80} can't be read ({error!s:.80}); define it with def.") from None
+        raise OvspecError(
+            f"`tools`: the parameters of {function!r:.80} can't be read ({error!s:.80}); define it with def."
+        ) from None
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue

@@ -166,7 +166,9 @@ class ConstraintMaker:
         match constrain_from:
             case str():
                 if not constrain_from or constrain_from not in prompt_text:
-                    raise OvspecError(f"`constrain_from`: {constrain_from!r} is not in the prompt; give a part of the prompt.")
+                    raise OvspecError(
+                        f"`constrain_from`: {constrain_from!r} is not in the prompt; give a part of the prompt."
+                    )
                 character_index = prompt_text.rfind(constrain_from)
             case int():
                 character_index = constrain_from if constrain_from >= 0 else len(prompt_text) + constrain_from

@@ -315,7 +315,10 @@ class GrammarCompiler:
             allowed_text = self._tokenizer.decode_str(tokens[:allowed_count])
             refused_text = self._tokenizer.decode_str(tokens[allowed_count:])
             place_text = f"after {allowed_text[-40:]!r}" if allowed_text else "where the grammar begins"
-            raise OvspecError(f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}; change one of them.")
+            raise OvspecError(
+                f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}; "
+                "change one of them."
+            )
         if matcher.is_stopped():
             raise OvspecError("The prompt already completes the grammar, so nothing can follow; shorten the prompt.")
 

@@ -22,7 +22,10 @@ MAX_ERRORS = 20
 MAX_DIRECT_SIZE = 10_000_000  # schema characters times text characters, at most, for a check in this process
 
 VALIDATION_POOL = SandboxPool(
-    "ovspec.sampling.schema_validation", "validates texts against JSON schemas", MAX_VALIDATION_SECONDS, MAX_VALIDATION_BYTES
+    "ovspec.sampling.schema_validation",
+    "validates texts against JSON schemas",
+    MAX_VALIDATION_SECONDS,
+    MAX_VALIDATION_BYTES,
 )
 
 

@@ -70,7 +70,10 @@ def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sandbox, "MAX_DEATH_WEIGHT", 2 * sandbox.KILLED_DEATH_WEIGHT)
     signals = [signal.SIGKILL] * 3
     end_next(RENDERER, signals)
-    told = r"^The process that renders chat templates failed 2 times \(it was killed\); free some memory, and try again\.$"
+    told = (
+        r"^The process that renders chat templates failed 2 times \(it was killed\); free some memory, and "
+        r"try again\.$"
+    )
     with pytest.raises(UnavailableError, match=told):
         TEMPLATE.render([])
     assert len(signals) == 1

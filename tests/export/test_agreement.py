@@ -68,7 +68,8 @@ def test_a_wrong_export_is_found(pair: Path, spoil: Callable[[Any], None]) -> No
         spoil(spoiled)
     with pytest.raises(
         OvspecError,
-        match=r"the IR's logits for a text differ from the checkpoint's by [0-9.]+ standard deviations, so the IR was deleted",
+        match=r"the IR's logits for a text differ from the checkpoint's by [0-9.]+ standard deviations, so "
+        r"the IR was deleted",
     ):
         check_ir_agrees_with_model(spoiled, pair)
 

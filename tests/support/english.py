@@ -25,8 +25,9 @@ MESSAGES_FILE = ROOT / "tests" / "messages.txt"
 RELATIVE_WORD = re.compile(r"\b(that|which|who|whom|whose|what|those|ones?)\b", re.IGNORECASE)
 WORD = re.compile(r"[A-Za-z']+")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
-HEADER = """The error messages of ovspec, by source file, written by tests/support/english.py. Words in braces stand for values:
-{label} for an option, a field or a tool, {folder} and {path} for paths. On the command line, `option` reads --option.
+HEADER = """The error messages of ovspec, by source file, written by tests/support/english.py. Words in braces stand for
+values: {label} for an option, a field or a tool; {folder} and {path} for paths. On the command line, `option` reads
+--option.
 
 """
 MAX_RELATIVE_WORDS = 1.5  # per 100

@@ -87,7 +87,9 @@ def index_module(node: ast.AST, tree: ast.Module, functions: tuple[Function, ...
             code.calls[called_name(node)].append(node)
         case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=attribute)], value=value):
             code.attributes[tree, attribute].append(value)
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.NamedExpr(target=ast.Name(id=name), value=value):
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.NamedExpr(target=ast.Name(id=name), value=value)
+        ):
             index_variable(name, value, functions, code)
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
             index_variable(name, value, functions, code)
@@ -176,16 +178,17 @@ def expand_anew(node: ast.AST, code: Code, path: tuple[ast.AST, ...]) -> list[Fo
         case ast.Call(func=ast.Attribute(value=value, attr="removeprefix"), args=[ast.Constant(value=str(prefix))]):
             return [Form(form.text.removeprefix(prefix), frozenset([node])) for form in follow(value)]
         case ast.Call(func=ast.Attribute(attr="expand"), args=[template]):  # of a match
-            return [Form(re.sub(r"\\\d", "{detail}", form.text).replace("\\\\", "\\"), form.nodes) for form in follow(template)]
+            return [
+                Form(re.sub(r"\\\d", "{detail}", form.text).replace("\\\\", "\\"), form.nodes)
+                for form in follow(template)
+            ]
         case ast.Call():
             return phrases(forms_of_sources(node, sources_of_call(node, code), code, path))
         case _:
             return []
 
 
-def forms_of_sources(
-    node: ast.AST, sources: Iterable[ast.AST], code: Code, path: tuple[ast.AST, ...]
-) -> list[Form]:
+def forms_of_sources(node: ast.AST, sources: Iterable[ast.AST], code: Code, path: tuple[ast.AST, ...]) -> list[Form]:
     """Return the texts of the values that an expression can have; its placeholder stands for unknown ones."""
     unknown = Form(placeholder(node, code))
     found: list[Form] = []
@@ -363,7 +366,7 @@ def constant_value(node: ast.AST, code: Code) -> object:
         case ast.Subscript(value=value, slice=index):
             values = constant_value(value, code)
             try:
-                return eval(f"values[{ast.unparse(index)}]", {"values": values}) if values else None  # noqa: S307
+                return eval(f"values[{ast.unparse(index)}]", {"values": values}) if values else None
             except (NameError, TypeError, LookupError):
                 return None
         case ast.Tuple(elts=elements) | ast.List(elts=elements):
@@ -411,7 +414,11 @@ def name_value(node: ast.AST) -> str:
             verb, _, noun = (called_name(node) or "").strip("_").partition("_")
             if verb == "describe":
                 return noun.replace("_", " ")
-            return names[-1] if names else (noun if verb in VERBS else f"{verb} {noun}".strip()).replace("_", " ") or name_value(function)
+            return (
+                names[-1]
+                if names
+                else (noun if verb in VERBS else f"{verb} {noun}".strip()).replace("_", " ") or name_value(function)
+            )
         case ast.GeneratorExp(elt=element) | ast.ListComp(elt=element):
             return name_value(element)
         case ast.BinOp(left=left, right=right):
@@ -448,6 +455,10 @@ def sentences(
                     new.append(form)
                     shown |= nodes
             texts += [" ".join(form.text.split()).replace("?.", "?") for form in new or forms[root][:1]]
-        if texts := [text for text in dict.fromkeys(texts) if is_message(text) and HAS_OWN_WORDS.search(PLACEHOLDER.sub("", text))]:
+        if texts := [
+            text
+            for text in dict.fromkeys(texts)
+            if is_message(text) and HAS_OWN_WORDS.search(PLACEHOLDER.sub("", text))
+        ]:
             found[file] = texts
     return found

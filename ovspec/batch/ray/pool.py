@@ -178,7 +178,9 @@ class WorkerPool:
             elif len(group.requests) > 1:
                 self._interrupted_groups.extend(group.split_by_request())
             else:
-                sentence = f"The worker that answered this line {death_description}; other workers answered the other lines."
+                sentence = (
+                    f"The worker that answered this line {death_description}; other workers answered the other lines."
+                )
                 output_lines = [make_error_line(request, sentence) for request in group.requests.values()]
                 self._finish_group(group, output_lines, worker.arithmetic)
         is_replaced = bool(worker.arithmetic) and self._restarts_left >= 1

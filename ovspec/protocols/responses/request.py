@@ -280,10 +280,10 @@ def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
         if text_only:
             raise make_field_error("input", f"a part of the type {part_type!s:.40} is not supported; send text.")
         return describe_omitted_part(part_type, ignored)
-    text_field = "refusal" if part_type == "refusal" else "text"
-    text = part.get(text_field)
+    field = "refusal" if part_type == "refusal" else "text"
+    text = part.get(field)
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_field_error("input", f"a content part of the type {part_type} needs a string in its field {text_field}.")
+        raise make_field_error("input", f"a content part of the type {part_type} needs a string in its field {field}.")
     return text
