@@ -249,7 +249,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [of("user", {"type": "search_result"})]}, "type search_result is not supported", "messages"),
     ({"messages": [of("user", {"type": []})]}, r"type \[\] is not supported", "messages"),
     ({"messages": [of("user", result(content=5))]}, "each message needs content", "messages"),
-    ({"messages": [of("user", {"type": "tool_result", "content": "a"})]}, "string in its field tool_use_id", "messages"),
+    ({"messages": [of("user", {"type": "tool_result", "content": "a"})]}, "its field tool_use_id", "messages"),
     ({"messages": [of("user", use())]}, "type tool_use is not supported here; send text, tool_result", "messages"),
     ({"messages": [of("assistant", result()), HI]}, "type tool_result is not supported here", "messages"),
     ({"messages": [of("user", text(5))]}, "type text needs a string in its field text", "messages"),

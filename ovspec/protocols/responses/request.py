@@ -38,7 +38,7 @@ def read_responses_request(body: Any) -> TextRequest:
     if body.max_output_tokens is not None:
         overrides.set_option("max_tokens", body.max_output_tokens, "max_output_tokens")
     if body.max_output_tokens == 0:
-        raise make_field_error("max_output_tokens", "0 is not allowed; give at least 1, or -1 for no limit.")
+        raise make_field_error("max_output_tokens", "0 is too small; it must be at least 1, or -1 for no limit.")
     read_reasoning_options(body.reasoning or {}, overrides, ignored)
     read_text_format(body.text or {}, overrides, ignored)
     included_names = body.include or []
