@@ -263,7 +263,8 @@ class CheckpointWeights:
             }
             packed = readers[self._quantisation.layout]()
             if packed.shape != self._shapes[name]:
-                raise ValueError(f"{packed.shape[0]} x {packed.shape[1]} weights instead of {self._shapes[name]}")
+                rows, columns = packed.shape
+                raise ValueError(f"{rows} x {columns} weights instead of {self._shapes[name]}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise OvspecError(
                 f"{self._folder}: its layer {prefix[:-1]} doesn't match its config.json ({error}); download the "

@@ -94,7 +94,7 @@ def test_retries_take_the_next_seeds_until_the_text_is_valid(load: Load, draft: 
         ({"retries": 2}, "`retries` works only with a JSON schema; add `json_schema`"),
         ({"compact_json": True, "regex": "a"}, "`compact_json` works only with a JSON schema"),
         ({"additional_properties": False}, "`additional_properties` works only with a JSON schema"),
-        ({"json_schema": {}, "retries": 1, "temperature": 1.0}, "`retries` needs `json_schema_mode` checked"),
+        ({"json_schema": {}, "retries": 1, "temperature": 1.0}, "`retries` needs `json_schema_mode='checked'`"),
         ({"json_schema": {}, "retries": 1, "json_schema_mode": "checked"}, "`retries` needs a `temperature` above 0"),
         ({"json_schema": {}, "json_schema_mode": "loose"}, "must be one of strict, checked"),
         ({"json_schema": {}, "retries": -1}, "must be 0 or more"),

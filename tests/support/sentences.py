@@ -370,7 +370,13 @@ def constant_value(node: ast.AST, code: Code) -> object:
             except (NameError, TypeError, LookupError):
                 return None
         case ast.Tuple(elts=elements) | ast.List(elts=elements):
-            return [constant_value(element, code) for element in elements]
+            parts = [
+                constant_value(element.value, code)
+                if isinstance(element, ast.Starred)
+                else [constant_value(element, code)]
+                for element in elements
+            ]
+            return list(itertools.chain(*parts)) if all(isinstance(part, list) for part in parts) else None  # type: ignore
         case ast.Constant(value=value):
             return value
         case _:
