@@ -235,11 +235,11 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch:
     monkeypatch.setattr(Lookahead, "should_draft", lambda *_: True)
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
     start = len(engine.runtime.prompt_encoder.encode(PROMPTS[3]))
-    broken = Breaks(start + 9, OvspecError("No token can follow."))
+    broken = Breaks(start + 9, OvspecError("No token can be chosen."))
     failing = Asked(
         engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process_logits(logits, tokens)]
     )
-    assert "No token can follow" in str(failing.result())
+    assert "No token can be chosen" in str(failing.result())
     for other, prompt in zip(others, PROMPTS[:2], strict=True):
         assert other.result() == [lm_of(engine).generate(prompt, **OPTIONS).token_ids]
 
