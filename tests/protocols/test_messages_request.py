@@ -253,7 +253,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [of("user", use())]}, "type tool_use is not supported here; send text, tool_result", "messages"),
     ({"messages": [of("assistant", result()), HI]}, "type tool_result is not supported here", "messages"),
     ({"messages": [of("user", text(5))]}, "type text needs a string in its field text", "messages"),
-    ({"messages": [of("assistant", {**use(), "name": 5}), HI]}, "tool_use needs a string in its field name", "messages"),
+    ({"messages": [of("assistant", {**use(), "name": 5}), HI]}, "needs a string in its field name", "messages"),
     ({"messages": [of("assistant", {**use(), "id": None}), HI]}, "tool_use needs a string in its field id", "messages"),
     ({"messages": [of("assistant", {"type": "thinking"}), HI]}, "needs a string in its field thinking", "messages"),
     ({"messages": [of("assistant", *[use()] * 1001), HI]}, "at most 1000", "messages"),
