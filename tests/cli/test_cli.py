@@ -349,7 +349,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
             1,
             "at the top: a schema must be an object.",
         ),
-        (["generate", "PAIR", "--token-ids", "5 " * 2048, "-n", "1", *F32], 1, "context is 2048; shorten the prompt"),
+        (["generate", "PAIR", "--token-ids", "5 " * 2048, "-n", "1", *F32], 1, "context is 2048 tokens; shorten"),
         (["generate", "PAIR", "hi", "-n", "-2"], 2, "--max-tokens is -2; it must be 0 or more, or -1 for"),
         (["generate", "PAIR", "hi", "-n", "0", "--compare"], 2, "--compare needs a --max-tokens of at least 1, or -1"),
         (["chat", "PAIR", "-n", "0"], 2, "A chat needs a --max-tokens of at least 1, or -1: 0 only runs prefill."),

@@ -86,7 +86,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": True}, "messages", "add_special_tokens"),
     ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, "needs chat messages", "chat_template_kwargs"),
     ("/tokenize", {}, "one of prompt", None),
-    ("/detokenize", {"tokens": [10**30]}, "too large", "tokens"),
+    ("/detokenize", {"tokens": [10**30]}, "beyond the vocabulary", "tokens"),
     ("/detokenize", {"tokens": [999999]}, "not in the vocabulary", "tokens"),
 ]
 
