@@ -154,3 +154,38 @@ def check(size):
         "The toy {problem}; remove one.",
         "--size needs --toy.",
     }
+
+
+def test_parts_are_joined_to_sentences() -> None:
+    source = """
+ADVICE = "download the model again"
+class PartError(Exception): ...
+class ToyError(Exception): ...
+def read(sizes):
+    if sizes:
+        raise PartError(f"it has {len(sizes)} parts")
+    raise PartError("it is empty")
+def describe_problem():
+    return "a broken wheel"
+def refuse(problem):
+    raise ToyError(f"The toy {problem}; use another.")
+def check(source, sizes):
+    reason = "no such file" if sizes else describe_problem()
+    try:
+        read(sizes)
+    except PartError as error:
+        raise ToyError(f"{source.name}: {error}; {ADVICE}.")
+    if sizes:
+        refuse("is too small")
+    raise ToyError(f"{source.name}: found {reason}; see {', '.join(sizes)}.")
+"""
+    trees = {"toy.py": ast.parse(source)}
+    code = sentences.index_code(trees.values())
+    found = sentences.sentences(english.message_nodes(trees), code, english.is_message)
+    assert sorted(found["toy.py"]) == [
+        "The toy is too small; use another.",
+        "{source}: found a broken wheel; see {sizes}.",
+        "{source}: found no such file; see {sizes}.",
+        "{source}: it has {number of sizes} parts; download the model again.",
+        "{source}: it is empty; download the model again.",
+    ]
