@@ -283,7 +283,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
         patch.setattr("ovspec.batch.ray.pool.RESTARTS_PER_WORKER", 0)
         patch.setattr("ovspec.batch.ray.pool.LINES_PER_RESTART", 1000)
         with pytest.raises(
-            OvspecError, match=rf"last worker died of SIGFPE while it answered with {pair} .*exact; set "
+            OvspecError, match=rf"last worker died of SIGFPE while it generated texts with {pair} .*exact; set "
         ):
             on_cluster(str(file), output, pair, Deadly(), loading)
     assert not output.exists()
