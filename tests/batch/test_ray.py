@@ -536,7 +536,10 @@ def test_a_line_that_kills_gets_an_error(
 def test_lines_that_all_kill_stop_the_run() -> None:
     started, answered = list[int](), list[RequestGroup]()
     pool = WorkerPool(starting(signal.SIGKILL, started), 1, False, "model in words")
-    told = r"No workers are left: the last worker was killed \(.*SIGKILL.*\) while it generated texts with model in words"
+    told = (
+        r"No workers are left: the last worker was killed \(.*SIGKILL.*\) "
+        "while it generated texts with model in words; "
+    )
     with pytest.raises(OvspecError, match=told):
         for more in pool.run_groups(groups([f"{DEADLY} {n}" for n in range(6)])):
             answered.extend(more)
