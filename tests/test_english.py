@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
 import english
 import pytest
+import sentences
 
 # Phrases of literal translations and of pronouns in place of nouns, with better ones.
 CALQUES = {
@@ -52,7 +54,7 @@ def raised_sentences() -> Iterator[tuple[str, str]]:
     for package in ("ovspec", "export/ovspec_export"):
         for file in sorted((english.ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                name = english.name_of(node)
+                name = sentences.called_name(node)
                 if name not in MAKERS_OF_PARTS and english.ERROR_CLASS.search(name):
                     assert isinstance(node, ast.Call)
                     texts = [" ".join(english.render(argument).split()) for argument in node.args]
@@ -76,6 +78,35 @@ def test_the_file_of_messages_is_up_to_date() -> None:
 def test_most_messages_are_found(messages: set[str]) -> None:
     assert len(messages) > 800
     assert {"{path}: not UTF-8 text; save it as UTF-8.", "--logprobs needs --json."} <= messages
+
+
+def literals(node: ast.AST) -> Iterator[str]:
+    """Yield the text of a message between its placeholders, without numbers of groups and without a bare "#"."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield from re.split(r"\\\d|^#", " ".join(node.value.replace("\\\\", "\\").split()))
+    elif isinstance(node, ast.JoinedStr | ast.BinOp):
+        yield from itertools.chain(*map(literals, ast.iter_child_nodes(node)))
+
+
+def test_each_message_and_each_part_is_listed() -> None:
+    listing = english.listing().replace("\\\\", "\\")
+    nodes = itertools.chain(*english.message_nodes(english.parse_code()).values())
+    parts = {part.strip() for node in nodes if english.is_message(english.render(node)) for part in literals(node)}
+    assert len(parts) > 1000
+    missing = [part for part in parts if part not in listing]
+    assert not missing, "\n".join(missing)
+
+
+def test_most_listed_messages_are_whole_sentences() -> None:
+    texts = [line.strip() for line in english.listing().splitlines() if line.startswith("  ")]
+    unfinished = [text for text in texts if not SENTENCE_END.search(text)]
+    assert len(unfinished) < 0.02 * len(texts), "\n".join(unfinished)
+
+
+def test_frames_are_messages(messages: set[str]) -> None:
+    texts = "\n".join(messages)
+    for frame in english.FRAMES.values():
+        assert all(piece.strip() in texts for piece in re.split(r"\{[^{}]*\}", frame)), frame
 
 
 def test_few_words_point_at_things() -> None:
@@ -113,7 +144,8 @@ def check(size):
     return re.sub("a pattern of words", "", size)
 """
     tree = ast.parse(source)
-    assert set(english.messages_in(tree, set(english.constants_in_errors(tree)))) == {
+    nodes = english.messages_in(tree, set(english.constants_in_errors(tree)))
+    assert {english.render(node) for node in nodes} == {
         "keep the old file",
         "There is no toy.",
         "the disk is full",
@@ -122,3 +154,38 @@ def check(size):
         "The toy {problem}; remove one.",
         "--size needs --toy.",
     }
+
+
+def test_parts_are_joined_to_sentences() -> None:
+    source = """
+ADVICE = "download the model again"
+class PartError(Exception): ...
+class ToyError(Exception): ...
+def read(sizes):
+    if sizes:
+        raise PartError(f"it has {len(sizes)} parts")
+    raise PartError("it is empty")
+def describe_problem():
+    return "a broken wheel"
+def refuse(problem):
+    raise ToyError(f"The toy {problem}; use another.")
+def check(source, sizes):
+    reason = "no such file" if sizes else describe_problem()
+    try:
+        read(sizes)
+    except PartError as error:
+        raise ToyError(f"{source.name}: {error}; {ADVICE}.")
+    if sizes:
+        refuse("is too small")
+    raise ToyError(f"{source.name}: found {reason}; see {', '.join(sizes)}.")
+"""
+    trees = {"toy.py": ast.parse(source)}
+    code = sentences.index_code(trees.values())
+    found = sentences.sentences(english.message_nodes(trees), code, english.is_message)
+    assert sorted(found["toy.py"]) == [
+        "The toy is too small; use another.",
+        "{source}: found a broken wheel; see {sizes}.",
+        "{source}: found no such file; see {sizes}.",
+        "{source}: it has {number of sizes} parts; download the model again.",
+        "{source}: it is empty; download the model again.",
+    ]

@@ -28,7 +28,6 @@ MAX_SINGLE_TOKEN_STEPS = 8  # tokens at the end of the text, fed one by one
 # Largest allowed difference, as a share of the standard deviation of a position's logits. If a model rounds 16-bit
 # weights again in some parts, logits differ by 0.001 to 0.02; a wrong computation makes 0.3 and more.
 LOGITS_TOLERANCE = 0.1
-REPORT_ADVICE = "the wrong IR was deleted; please report the model's name to ovspec"
 TIED_POSITION_SHARE = 0.1  # share of positions allowed to differ by more: rounding decides between tied experts
 
 
@@ -49,10 +48,10 @@ def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: 
     for texts, circumstance in (([text_ids], "for a text"), ([text_ids, shortened_ids], "in a batch")):
         difference = measure_difference(compute_ir_logits(ir, texts), checkpoint_logits[: len(texts)])
         if difference > tolerance:
-            problem = (
-                f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations"
+            raise OvspecError(
+                f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations, "
+                "so the IR was deleted"
             )
-            raise OvspecError(f"{problem}; {REPORT_ADVICE}")
 
 
 def draw_token_ids(ir: CompiledIR) -> np.ndarray:

@@ -253,17 +253,18 @@ class CheckpointWeights:
 
     def _unpack_layer(self, name: str, tensors: dict[str, np.ndarray]) -> PackedWeights:
         prefix = name.removesuffix("weight")
-        readers: dict[str, Callable[[], PackedWeights]] = {
-            "gptq": lambda: read_gptq(tensors, self._quantisation.bits, self._quantisation.zero_shift),
-            "awq": lambda: read_awq(tensors, self._quantisation.bits),
-            "compressed-tensors": lambda: read_compressed_tensors(tensors),
-            "bitsandbytes, int8": lambda: read_bitsandbytes_int8(tensors),
-            "bitsandbytes, nf4": lambda: read_bitsandbytes_nf4(tensors),
-        }
         try:
+            readers: dict[str, Callable[[], PackedWeights]] = {
+                "gptq": lambda: read_gptq(tensors, self._quantisation.bits, self._quantisation.zero_shift),
+                "awq": lambda: read_awq(tensors, self._quantisation.bits),
+                "compressed-tensors": lambda: read_compressed_tensors(tensors),
+                "bitsandbytes, int8": lambda: read_bitsandbytes_int8(tensors),
+                "bitsandbytes, nf4": lambda: read_bitsandbytes_nf4(tensors),
+            }
             packed = readers[self._quantisation.layout]()
             if packed.shape != self._shapes[name]:
-                raise ValueError(f"{packed.shape[0]} x {packed.shape[1]} weights instead of {self._shapes[name]}")
+                rows, columns = packed.shape
+                raise ValueError(f"{rows} x {columns} weights instead of {self._shapes[name]}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise OvspecError(
                 f"{self._folder}: its layer {prefix[:-1]} doesn't match its config.json ({error}); download the "

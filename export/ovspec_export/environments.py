@@ -139,7 +139,8 @@ def prepare_environment(environment: Environment, families: str) -> Path:
             lock.release()
     except OSError as error:
         raise OvspecError(
-            f"{folder}: cannot be written for {families} ({error.strerror or error}); correct this and try again."
+            f"{folder}: the packages for exporting {families} cannot be written "
+            f"({error.strerror or error}); correct this and try again."
         ) from None
     return folder
 
@@ -180,12 +181,15 @@ def install_wheels(environment: Environment, families: str) -> int:
         if process.returncode:
             reason = describe_install_failure(process)
             wheel_names = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
-            incomplete_note = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
+            place = (
+                f"{folder} is incomplete, and installing them again"
+                if folder.exists()
+                else f"installing them into {folder}"
+            )
             raise OvspecError(
-                f"Exporting {families} needs {wheel_names}, which could not be installed into {folder.parent} "
-                f"({reason}). {incomplete_note}Correct this and try again. If this machine has no network, run 'ovspec "
-                f"export --prepare {families}' on another machine, and copy the folder {folder.name} from its cache to "
-                f"{folder.parent} on this machine."
+                f"Exporting {families} needs {wheel_names}, but {place} failed ({reason}); "
+                "correct this and try again. If this machine has no network, run 'ovspec export --prepare "
+                f"{families}' on another machine, and copy the folder {folder.name} from its cache to {folder.parent}."
             )
         size = sum(path.stat().st_size for path in packages_folder.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder

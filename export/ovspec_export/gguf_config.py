@@ -195,8 +195,8 @@ def build_config(headers: GgufHeaders) -> JsonObject:
         key for key in architecture_entries if key not in config_keys and not KEYS_READ_ELSEWHERE.fullmatch(key)
     )
     if unknown_keys:
-        problem = f"the unknown entry {key_prefix}{unknown_keys[0]}, so the export could be wrong"
-        raise OvspecError(f"{headers.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
+        unknown_key = f"{key_prefix}{unknown_keys[0]}"
+        raise OvspecError(f"{headers.path}: its metadata has the unknown entry {unknown_key}; {CHECKPOINT_ADVICE}.")
     try:
         config = {config_keys[key]: entry for key, entry in architecture_entries.items() if key in config_keys}
         config |= architecture.derive_entries(headers, config)
@@ -213,8 +213,9 @@ def build_config(headers: GgufHeaders) -> JsonObject:
             name: headers.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
-        problem = f"incomplete or not supported ({error})"
-        raise OvspecError(f"{headers.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
+        raise OvspecError(
+            f"{headers.path}: its metadata is incomplete or not supported ({error}); {CHECKPOINT_ADVICE}."
+        ) from None
     known_entries = {name: entry for name, entry in config.items() if entry is not None}
     # All ids are written, because a family's default for a token would be wrong.
     return known_entries | role_token_ids | {"model_type": architecture.model_type}

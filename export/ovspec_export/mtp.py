@@ -208,10 +208,9 @@ def load_only_layer(config: JsonObject, tensors: Mapping[str, Tensor], name: str
             f"{name}: its MTP layer lacks the tensor {min(wrong_names)}, or has a wrong shape for it; download "
             "the model again."
         )
-    if loading_info["unexpected_keys"]:
+    if unknown_names := loading_info["unexpected_keys"]:
         raise OvspecError(
-            f"{name}: its MTP layer has the unknown tensor {min(loading_info['unexpected_keys'])}; download the model "
-            "again."
+            f"{name}: its MTP layer has the unknown tensor {min(unknown_names)}; download the model again."
         )
     return model.eval()
 

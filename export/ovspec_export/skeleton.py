@@ -244,7 +244,7 @@ class GraphFiller:
         is_plain = not isinstance(weights, PackedWeights) or (weights.column_order is None and weights.offsets is None)
         is_stack = len(weights_node.get_output_shape(0)) > 2
         if (not is_plain and not takes_rows) or (is_stack and (is_transposed or not takes_rows)):
-            raise OvspecError(f"its weights can't be kept: {name} is used by {consumer.get_type_name()}")
+            raise OvspecError(f"its weights can't be kept: {name} is used by the operation {consumer.get_type_name()}")
         if is_plain and not (takes_rows and is_transposed):
             # Without a new product: the values of experts get their true width only once all are replaced.
             if is_transposed:

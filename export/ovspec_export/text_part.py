@@ -119,7 +119,7 @@ def map_text_tensors(source: Source) -> dict[str, str]:
             )
     if len(set(new_names.values())) < len(new_names) or not new_names:
         problem = (
-            "two of its tensors have the same name in a text model" if new_names else "has no tensors of a text model"
+            "two of its tensors would get the same name in the text model" if new_names else "it contains no text model"
         )
         raise OvspecError(f"{source.name}: {problem}; choose another checkpoint.")
     return new_names

@@ -94,15 +94,15 @@ class Speedup:
             noise_clause = "" if self.is_explained else f", noise at {self.tokens_per_round:.2f} tokens per round"
             return f"no clear speed-up: {self.ratio:.2f} ({ratio_range}){noise_clause}"
         if last_proposed == 0:  # any difference isn't the cost of drafting
-            reason = "nothing was proposed" + " in the last turn" * (proposed > 0)
-            return f"no speed-up: drafting doesn't pay for this text ({reason})"
+            cause = "nothing was proposed" + " in the last turn" * (proposed > 0)
+            return f"no speed-up: drafting doesn't pay for this text ({cause})"
         if self.is_explained:
             return f"no speed-up: drafting costs more than it brings here{loss_clause}"
-        reason = "nothing was proposed"
+        cause = "nothing was proposed"
         if proposed:
-            reason = f"{accepted} of {proposed} proposed tokens accepted in all turns"
+            cause = f"{accepted} of {proposed} proposed tokens accepted in all turns"
         is_slower = self.ratios[-1 - turn_count // 4] < 1
-        return f"no speed-up: drafting doesn't pay for this model here ({reason}){loss_clause * is_slower}"
+        return f"no speed-up: drafting doesn't pay for this model here ({cause}){loss_clause * is_slower}"
 
 
 def compute_speedup(plain_ms: Sequence[float], speculative_ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:

@@ -131,7 +131,7 @@ class Session:
             OvspecError: ``mark`` is not a mark, or has unknown tokens.
         """
         if not isinstance(mark, Mark):
-            raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
+            raise OvspecError(f"`rewind` needs a mark made by `mark`, not {type(mark).__name__}.")
         self._claim_decoders()
         self.runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses another vocabulary's mark
         self._restore_mark(mark)
@@ -222,7 +222,7 @@ class Session:
             OvspecError: ``text`` is empty, or the session is empty and the model has no BOS.
         """
         if not isinstance(text, str) or not text:
-            raise OvspecError("score needs a non-empty string.")
+            raise OvspecError("`score` needs a non-empty string.")
         return self._score_candidates([text])[0]
 
     def fork(self) -> Session:

@@ -189,7 +189,9 @@ def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], model_fold
         raise OvspecError(f"{path}: unknown format {str(header_fields['format'])[:20]}; update ovspec.")
     header = msgspec.convert(header_fields, SessionHeader)
     if header.caches["target"].model != hash_model_and_tokenizer(model_folder):
-        raise OvspecError(f"{path}: saved with another model than {model_folder}; load the session's model.")
+        raise OvspecError(
+            f"{path}: the session was saved with another model than {model_folder}; load the session's model."
+        )
     return header
 
 

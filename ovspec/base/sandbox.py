@@ -67,11 +67,7 @@ class SandboxProcess(psutil.Popen):
         if not self.ready:
             return SandboxProcessDied("did not start", NOT_STARTED_DEATH_WEIGHT)
         has_crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
-        return (
-            SandboxProcessDied("ended without an answer", CRASHED_DEATH_WEIGHT)
-            if has_crashed
-            else SandboxProcessDied("was killed")
-        )
+        return SandboxProcessDied("crashed", CRASHED_DEATH_WEIGHT) if has_crashed else SandboxProcessDied("was killed")
 
     def measure_usage(self) -> tuple[float, int]:
         """Return CPU seconds and bytes of memory used by the process; zeros if it has just ended."""
@@ -116,8 +112,8 @@ class SandboxPool:
                 except SandboxProcessDied as death:
                     deaths.append(death)
         if sum(death.weight for death in deaths if death.weight == CRASHED_DEATH_WEIGHT) >= MAX_DEATH_WEIGHT:
-            raise SandboxLimitExceeded("ended without an answer")
-        death_text = f"{deaths[-1]}, {len(deaths)} times"
+            raise SandboxLimitExceeded("crashed")
+        death_text = f"failed {len(deaths)} times (it {deaths[-1]})"
         raise UnavailableError(f"The process that {self.purpose} {death_text}; free some memory, and try again.")
 
     def _ask_process(self, request: str) -> JsonObject:
@@ -198,7 +194,7 @@ class SandboxPool:
                 | environment,
             )
         except (OSError, psutil.Error) as error:
-            raise SandboxProcessDied(f"could not be started ({error})", NOT_STARTED_DEATH_WEIGHT) from None
+            raise SandboxProcessDied(f"could not be started: {error}", NOT_STARTED_DEATH_WEIGHT) from None
 
     def end_idle_processes(self) -> None:
         """Stop the idle processes; the next request starts a new process."""

@@ -125,7 +125,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
         if isinstance(entry, str):
             return make_prompt_request(request_id, line, entry)
         if not isinstance(entry, dict):
-            raise OvspecError("A line must be a JSON object or string.")
+            raise OvspecError("The line must be a JSON object or string.")
         custom_id = entry.get("custom_id", entry.get("id"))
         if custom_id is not None:
             request_id = str(custom_id)
@@ -138,11 +138,11 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
                 raise OvspecError("The request has no body; put its fields into body.")
         return BatchRequest(request_id, line, read_line_body(body, kind))
     except json.JSONDecodeError as error:
-        error_message = f"Not JSON: {error.msg} at column {error.colno}."
+        error_message = f"The line is not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
         error_message = "The line has an unpaired surrogate (\\ud800 to \\udfff); remove it."
     except (ValueError, RecursionError):
-        error_message = "The line is nested too deeply, or a number in it has too many digits."
+        error_message = "The line is nested too deeply, or a number in it has too many digits; simplify it."
     except OvspecError as error:
         error_message = str(error)
     return BatchRequest(request_id, line, TextRequest(kind, []), error_message)
@@ -155,7 +155,7 @@ def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
             raise OvspecError(f"{field} can't be set in a batch request; leave it out.")
     request = read_chat_or_completion(validate_body(body, BODY_OF_KIND[kind]), kind)
     if request.only_prompts:
-        raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
+        raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1 for no limit.")
     if any(field in body and body[field] is None for field in (*GRAMMAR_OPTIONS, "response_format")):
         request.overrides.values.setdefault("json_schema", None)  # disables the grammar of the whole file
     return replace(request, return_record=True)

@@ -290,9 +290,9 @@ def compute_logits_indices(
     Raises ValueError if no row has tokens, or a row has fewer tokens than logits.
     """
     if not any(counts):
-        raise ValueError("feed needs at least one token")
+        raise ValueError("`feed` needs at least one token.")
     if any(logits_count > count for logits_count, count in zip(logits_counts, counts, strict=True)):
-        raise ValueError("logits can be requested for new tokens only")
+        raise ValueError("Logits can be requested only for the tokens being fed; request fewer.")
     row_ends = list(itertools.accumulate(counts))
     if not packed:
         row_ends = [row * max(counts) + count for row, count in enumerate(counts)]
@@ -335,5 +335,8 @@ def convert_feed_error(error: BaseException, device: str) -> BaseException:
     if isinstance(error, MemoryError):
         return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")
     if isinstance(error, RuntimeError):
-        return InferenceError(f"{device}: the inference failed ({last_error_line(error)}).")
+        return InferenceError(
+            f"{device}: OpenVINO failed to run the model ({last_error_line(error)}); load the model again, "
+            "or choose another `device`."
+        )
     return error

@@ -72,9 +72,7 @@ class PagedDecoder:
         tensors: BlockTensors | None = None,
     ) -> None:
         if rule.queries > 1 and QUERY_INPUTS[0] not in ir.inputs:
-            raise ValueError(
-                "the model was compiled without inputs for two queries per token; please report this bug in ovspec"
-            )
+            raise ValueError("The model has no inputs for two queries per token; report this bug to ovspec.")
         self.context_length = ir.context_length
         self.rule = rule
         self._padded_token_counts = [rule.padded_token_count(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
@@ -202,7 +200,7 @@ class PagedDecoder:
             expected_layouts = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected_layouts:
                 self.reset(1)
-                raise ValueError("the KV cache was saved with another model, or with another `kv_precision`")
+                raise ValueError("The saved KV cache doesn't fit this model and `kv_precision`; read the text again.")
             for name, array in arrays.items():
                 own_arrays[name].write_bits(table, array)
         self.rows[0].commit(tokens)

@@ -49,11 +49,11 @@ class GrowingArray:
         self._buffer[self._length : end] = values
         self._length = end
 
-    def rewind(self, length: int) -> None:
-        """Keep only the first ``length`` values; raises ValueError if there are fewer."""
-        if not 0 <= length <= self._length:
-            raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
-        self._length = length
+    def rewind(self, kept_length: int) -> None:
+        """Keep only the first ``kept_length`` values; raises ValueError if there are fewer."""
+        if not 0 <= kept_length <= self._length:
+            raise ValueError(f"The sequence has only {self._length} tokens; it can't be rewound to {kept_length}.")
+        self._length = kept_length
 
 
 class Sequence(GrowingArray):

@@ -159,7 +159,10 @@ def export(
         elif draft_layers is None:
             draft = draft or known_pair.draft
         model = known_pair.target
-    message = "--draft head works only with the known pairs (see --list); give the head as --draft PATH."
+    message = (
+        "--draft head works only with the models in 'ovspec export --list'; give the head's folder or hub "
+        "id as --draft."
+    )
     raise_usage_error_if(draft == HEAD_DRAFT, message)
     has_draft = draft not in (None, NO_DRAFT) or draft_layers is not None
     raise_usage_error_if(

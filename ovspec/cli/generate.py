@@ -117,7 +117,7 @@ def generate(
         raise_usage_error_if(not draft, "--compare needs a draft; leave out --draft none.")
         check_comparable(params)
     flag = "--session" if session else "--context"
-    raise_usage_error_if((session or context) and compare, f"{flag} can't be combined with --compare.")
+    raise_usage_error_if((session or context) and compare, f"{flag} can't be combined with --compare; leave one out.")
     raise_usage_error_if(
         (session or context) and several_texts, f"{flag} needs a single text; leave out --samples and --retries."
     )
@@ -131,10 +131,13 @@ def generate(
     # Refuse a folder without a model before reading the prompt.
     folder, load_options["draft"] = find_or_export_model(model, load_options.get("draft"), weight_format)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues_session)
-    raise_usage_error_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
+    raise_usage_error_if(
+        prefill is not None and prompt is None, "--prefill begins the answer to a prompt; add a prompt."
+    )
     template_variables = params.chat_template_kwargs
     raise_usage_error_if(
-        template_variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render."
+        template_variables is not None and prompt is None,
+        "--chat-template-kwargs needs a prompt to put into the template; add a prompt.",
     )
     if chat and prompt is not None:
         chat_turns = (("system", system), ("user", prompt), ("assistant", prefill))
@@ -186,7 +189,8 @@ def check_comparable(params: Params) -> None:
     is_rejection = params.accept == "rejection"
     raise_usage_error_if(
         is_rejection,
-        "--compare can't be combined with --accept rejection, which changes the text; leave out one of them.",
+        "--compare can't be combined with --accept rejection, because rejection sampling changes the "
+        "text; leave out --accept.",
     )
     raise_usage_error_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
     raise_usage_error_if(

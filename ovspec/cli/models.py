@@ -31,7 +31,9 @@ def models(arguments: tuple[str, ...], prune: float | None) -> None:
       ovspec models rm SmolLM2-135M-Instruct.Q4_1-keep
       ovspec models --prune 30
     """
-    raise_usage_error_if(arguments and arguments[0] != REMOVE_WORD, "To delete models: ovspec models rm NAME...")
+    raise_usage_error_if(
+        arguments and arguments[0] != REMOVE_WORD, "Too many arguments; to delete models, run: ovspec models rm NAME..."
+    )
     raise_usage_error_if(len(arguments) == 1, "Missing names; give the models to delete: ovspec models rm NAME...")
     raise_usage_error_if(arguments and prune is not None, "--prune can't be combined with names; leave one out.")
     from ovspec.setup import model_store

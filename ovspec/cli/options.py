@@ -231,8 +231,8 @@ def read_text_or_stdin(file: str | Path) -> str:
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise click.UsageError("stdin: not UTF-8 text.") from None
-    raise_usage_error_if(not text.strip(), "stdin: contains no text.")
+        raise click.UsageError("stdin: not UTF-8 text; convert it to UTF-8.") from None
+    raise_usage_error_if(not text.strip(), "stdin: contains no text; give text.")
     return text
 
 
@@ -240,7 +240,8 @@ def check_chat_options(chat: bool | None, system: str | None, heal: bool | None)
     """Raise click.UsageError for options without a use in a chat or with a raw prompt."""
     raise_usage_error_if(system is not None and not chat, "--system needs --chat.")
     raise_usage_error_if(
-        chat and heal, "--heal can't be combined with a chat: the template ends at a token boundary; leave it out."
+        chat and heal,
+        "--heal can't be combined with a chat: the chat template ends at a token boundary; leave out --heal.",
     )
 
 
@@ -258,7 +259,8 @@ def check_draft_option(draft: OptionValue) -> None:
     """Raise click.UsageError if ``--draft`` names no drafters."""
     if isinstance(draft, str):
         raise click.UsageError(
-            f"--draft {draft}: no such folder; give a draft model or head, or lookup, mtp, head, self or none."
+            f"--draft {draft}: no such folder; give the folder of a draft model or head, or lookup, "
+            "mtp, head, self or none."
         )
 
 

@@ -260,7 +260,8 @@ class ModelPair:
         context_length = context_length or self.target.ir.context_length
         if context_length and token_count > context_length:
             raise OvspecError(
-                f"The text would have {token_count} tokens, but the context is {context_length}; shorten the text."
+                f"The text would have {token_count} tokens, but the context is {context_length} tokens; "
+                "shorten the text."
             )
 
 

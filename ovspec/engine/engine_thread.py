@@ -356,7 +356,9 @@ def as_inference_error(error: BaseException) -> InferenceError:
     """Return the error to report to clients for ``error``, an error they didn't cause."""
     error_message = str(error)
     if not isinstance(error, OvspecError):
-        error_message = f"The inference failed ({type(error).__name__}: {error})."
+        error_message = (
+            f"Text generation failed ({type(error).__name__}: {error}); try again, or report this bug to ovspec."
+        )
     inference_error = InferenceError(error_message)
     inference_error.__cause__ = error
     return inference_error

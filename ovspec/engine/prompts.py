@@ -106,7 +106,9 @@ class PromptEncoder:
         try:
             prompt_ids = np.asarray(prompt, dtype=np.int64)
         except OverflowError:
-            raise PromptError("A token id of the prompt is too large for the vocabulary.") from None
+            raise PromptError(
+                "The prompt has a token id beyond the vocabulary; encode the prompt with the model's own tokenizer."
+            ) from None
         except (TypeError, ValueError):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
         known_ids = self.tokenizer.known_ids

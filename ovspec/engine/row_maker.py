@@ -122,7 +122,8 @@ class RowMaker:
         context_length = origin.context_length or self.models.target.ir.context_length or math.inf
         if (free_tokens := context_length - max(prompt_tokens, 1)) < 1:
             error_message = (
-                f"The prompt has {prompt_tokens} tokens, but the context is {context_length}; shorten the prompt."
+                f"The prompt has {prompt_tokens} tokens, but the context is {context_length} tokens; "
+                "shorten the prompt."
             )
             raise PromptError(error_message, too_long=True)
         params = replace(

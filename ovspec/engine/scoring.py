@@ -43,13 +43,15 @@ class Selection:
 def check_select_options(options: object, terminator: object) -> None:
     """Raise OvspecError if a session can't select among ``options``."""
     if not isinstance(options, (list, tuple)) or not options or not all(isinstance(text, str) for text in options):
-        raise OvspecError("select needs a non-empty list of strings.")
+        raise OvspecError("`select` needs a non-empty list of strings.")
     if len(set(options)) < len(options):
-        raise OvspecError("select needs options without duplicates.")
+        raise OvspecError("`select` has the same option twice; leave one out.")
     if terminator is not None and not isinstance(terminator, str):
-        raise OvspecError(f"terminator must be a string, not {type(terminator).__name__}.")
+        raise OvspecError(f"`terminator` must be a string, not {type(terminator).__name__}.")
     if "" in options and not terminator:
-        raise OvspecError("An empty option would always win; set terminator to the text after the option.")
+        raise OvspecError(
+            "`select` has an empty option, which would always win; set `terminator` to the text after the option."
+        )
 
 
 def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -> list[Score]:

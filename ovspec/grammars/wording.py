@@ -15,7 +15,7 @@ ERROR_WORDINGS = (
     (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this schema (\1); change it"),
     (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it is too complex; simplify it"),
     (r"(?i)grammar too large|grammar size|fuel|too big|too large", "it is too large; simplify it"),
-    (r"recursion limit|too deeply nested", "it is nested too deeply; split it into named parts"),
+    (r"recursion limit|too deeply nested", "it is nested too deeply; split it into named rules"),
     (r"^lexer error", "this isn't valid Lark; is a quote or a slash missing?"),
     (r"^no start rule found|^Empty grammar", "there is no rule start; add a rule start for the whole text"),
     (r"^Unknown common regex: ([\w.]+)", r"\1 can't be imported; define it in the grammar"),

@@ -124,13 +124,13 @@ def shield_from_output(states: ov.Output) -> ov.Output:
     return ops.reshape(ops.matmul(blocks, identity, False, False), shape, True).output(0)
 
 
-def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path) -> list[ov.Output]:
+def find_target_layer_inputs(model: ov.Model, target: Path, head_name: Path) -> list[ov.Output]:
     """Return the input of each layer of a target, in order; a head uses some of these hidden states.
 
     Args:
         model: the target, as exported.
         target: its folder.
-        error_subject: the folder to name first in errors.
+        head_name: the folder to name first in errors.
 
     Raises:
         OvspecError: a head can't be used with this target, because some layers have no states of their own.
@@ -139,21 +139,21 @@ def find_target_layer_inputs(model: ov.Model, target: Path, error_subject: Path)
         layer_inputs = find_layer_inputs(model, find_state_variables(model))
     except OvspecError as error:
         raise OvspecError(
-            f"{error_subject}: a head can't be used with this target: {error}; {DRAFT_MODEL_ADVICE}."
+            f"{head_name}: a head can't be used with this target: {error}; {DRAFT_MODEL_ADVICE}."
         ) from None
     layer_count = read_model_config(target).layer_count or len(layer_inputs)
-    check_layers_have_states(len(layer_inputs), layer_count, str(error_subject))
+    check_layers_have_states(len(layer_inputs), layer_count, str(head_name))
     return layer_inputs
 
 
-def check_layers_have_states(layers_with_states: int, layer_count: int, error_subject: str) -> None:
+def check_layers_have_states(layers_with_states: int, layer_count: int, head_name: str) -> None:
     """Raise OvspecError if fewer than all ``layer_count`` layers of a target have keys and values, or recurrent states.
 
     Gemma 3n's last layers share the states of others.
     """
     if layers_with_states != layer_count:
         problem = f"only {layers_with_states} of its {layer_count} layers have their own keys and values"
-        raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}; {DRAFT_MODEL_ADVICE}.")
+        raise OvspecError(f"{head_name}: a head can't be used with this target: {problem}; {DRAFT_MODEL_ADVICE}.")
 
 
 def read_target_layers(head: ov.Model) -> list[int]:

@@ -263,7 +263,7 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
     for name in ("input_ids", "position_ids"):
         for reader in inputs[name].output(0).get_target_inputs():
             if reader.get_node().get_type_name() != "Unsqueeze":
-                raise NotPaged(f"the graph from {name} to the attention isn't supported")
+                raise NotPaged(f"the model's operations from {name} to the attention aren't supported")
             reader.get_node().input(1).replace_source_output(ops.constant(0, dtype=ov.Type.i64).output(0))
     for op in list_token_transpositions(model, inputs["position_ids"]):
         op.output(0).replace(op.input_value(0))
@@ -280,10 +280,10 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
         for index in reversed(range(3)):  # values, keys and queries
             reshape = layer.input_value(index).get_node()
             if reshape.get_type_name() != "Reshape":
-                raise NotPaged("the graph before the attention isn't supported")
+                raise NotPaged("the model's operations before the attention aren't supported")
             dimensions = list(reshape.input_value(0).get_partial_shape())[-2:]
             if any(dimension.is_dynamic for dimension in dimensions):
-                raise NotPaged("the graph before the attention isn't supported")
+                raise NotPaged("the model's operations before the attention aren't supported")
             head_count, head_width = [dimension.get_length() for dimension in dimensions]
             flat = ops.reshape(reshape.input_value(0), constant(-1, head_count * head_width), special_zero=False)
             layer.input(index).replace_source_output(flat.output(0))
@@ -291,7 +291,7 @@ def put_tokens_in_one_row(model: ov.Model) -> None:
             reshape = reader.get_node()
             dimensions = list(reshape.get_output_partial_shape(0))
             if reshape.get_type_name() != "Reshape" or len(dimensions) != 4 or dimensions[-1].is_dynamic:
-                raise NotPaged("the graph after the attention isn't supported")
+                raise NotPaged("the model's operations after the attention aren't supported")
             shape = constant(1, -1, head_count, dimensions[-1].get_length())
             reshape.output(0).replace(ops.reshape(layer.output(0), shape, special_zero=False).output(0))
     model.validate_nodes_and_infer_types()

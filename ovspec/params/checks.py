@@ -48,8 +48,8 @@ def check_param_combinations(params: Params) -> Params:
         raise OvspecError("`accept='rejection'` needs probabilities, but a `sampler` returns none; leave one out.")
     if params.truncating_options and not params.temperature:
         verb = "needs" if len(params.truncating_options) == 1 else "need"
-        truncating_names = " and ".join(f"`{name}`" for name in params.truncating_options)
-        raise OvspecError(f"{truncating_names} {verb} a `temperature` above 0.")
+        truncating_options = " and ".join(f"`{name}`" for name in params.truncating_options)
+        raise OvspecError(f"{truncating_options} {verb} a `temperature` above 0.")
     return params
 
 
@@ -79,15 +79,17 @@ def check_grammar_options(params: Params) -> None:
     if grammar_options and params.ignore_eos:
         raise OvspecError(
             f"`{grammar_options[0]}` can't be combined with `ignore_eos`, because the grammar ends the text; leave "
-            "either out."
+            "one out."
         )
     if not grammar_options and params.constrain_from is not None:
-        raise OvspecError("`constrain_from` sets where a grammar begins; add a grammar.")
+        raise OvspecError("`constrain_from` needs a grammar, such as `regex`; add a grammar.")
     schema_options = [name for name in SCHEMA_OPTIONS if getattr(params, name) != GENERATE_OPTIONS[name].default]
     if schema_options and params.json_schema is None and (schema_options[0] == "retries" or not params.tools):
         raise OvspecError(f"`{schema_options[0]}` works only with a JSON schema; add `json_schema`.")
     if params.retries and params.json_schema_mode != "checked":
-        raise OvspecError("`retries` needs `json_schema_mode` checked: in strict mode, every text matches the schema.")
+        raise OvspecError(
+            "`retries` needs `json_schema_mode='checked'`: in strict mode, every text matches the schema."
+        )
     if params.retries and not params.temperature:
         raise OvspecError("`retries` needs a `temperature` above 0: greedy decoding would repeat the text.")
 

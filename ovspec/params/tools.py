@@ -104,7 +104,9 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
-        raise OvspecError(f"`tools`: the parameters of {function!r:.80} can't be read ({error!s:.80}).") from None
+        raise OvspecError(
+            f"`tools`: the parameters of {function!r:.80} can't be read ({error!s:.80}); define it with def."
+        ) from None
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -166,7 +168,7 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
                 function.get("name") if isinstance(function, Mapping) else None for function in allowed_functions
             ]
             if not allowed_names and choice_content.get("mode") == "required":
-                raise OvspecError("`tool_choice` is required, but allows no tool; add a tool.")
+                raise OvspecError("`tool_choice` requires a tool call, but allows no tool; add a tool.")
             return AllowedCalls(
                 select_requested_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required"
             )

@@ -87,10 +87,9 @@ def require_neutral_value(neutral_values: tuple[JsonValue, ...], advice: str, va
     if value in neutral_values:
         return value
     allowed_values = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
-    exception_clause = f", except as {allowed_values}" * bool(allowed_values)
-    raise PydanticCustomError(
-        "unmet", "is not supported{exception}; {instead}", {"exception": exception_clause, "instead": advice}
-    )
+    exception_clause = f", except as {allowed_values}" if allowed_values else ""
+    problem = f"is not supported{exception_clause}; {advice}"
+    raise PydanticCustomError("unmet", "{problem}", {"problem": problem})
 
 
 def define_ignored_fields(*fields: str) -> FieldDefinitions:

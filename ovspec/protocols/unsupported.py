@@ -63,19 +63,19 @@ REFUSED_TEXT_FIELDS: dict[str, tuple[JsonValue, ...]] = {
 }
 # The advice for refused fields.
 FIELD_TO_USE_INSTEAD = {
-    "functions": "give the functions in tools",
-    "function_call": "give tool_choice",
-    "n_probs": "give logprobs",
-    "repeat_penalty": "give repetition_penalty",
-    "typ_p": "give typical_p",
-    "guided_choice": "give choice",
-    "guided_grammar": "give grammar (Lark) or gbnf",
-    "guided_json": "give json_schema",
-    "guided_regex": "give regex",
-    "structured_outputs": "give one of the fields json_schema, regex, choice and grammar",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "n_probs": "use logprobs",
+    "repeat_penalty": "use repetition_penalty",
+    "typ_p": "use typical_p",
+    "guided_choice": "use choice",
+    "guided_grammar": "use grammar (Lark) or gbnf",
+    "guided_json": "use json_schema",
+    "guided_regex": "use regex",
+    "structured_outputs": "use json_schema, regex, choice or grammar",
     "conversation": "send the whole chat in input",
     "previous_response_id": "send the whole chat in input",
-    "prompt": "send instructions and input",
+    "prompt": "use instructions and input",
 }
 REFUSED_TOKENIZE_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "parse_special": (True,),

@@ -104,7 +104,9 @@ class AnswerConstraint(Constraint):
         if free_mask is not None:
             mask &= free_mask
         if not mask.any() and not self.is_complete(tokens):
-            raise OvspecError("No token of the model can continue the answer in its format.")
+            raise OvspecError(
+                "No token of the model can continue the answer in its format; change the tools or the grammar."
+            )
         return mask
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
@@ -174,7 +176,7 @@ class AnswerConstraint(Constraint):
             grammar_constraints = ()
         next_position = AnswerPosition(reading_state, thinking_count, grammar_constraints)
         if self._is_in_grammar(next_position) and not grammar_constraints:
-            raise OvspecError("The format of the answer doesn't allow the generated text.")
+            raise OvspecError("The generated text doesn't match the format of the answer; report this bug to ovspec.")
         return next_position
 
     def _is_in_grammar(self, position: AnswerPosition) -> bool:
@@ -216,7 +218,9 @@ class AnswerConstraint(Constraint):
             else:
                 begun_parts.append("".join(characters).encode("latin-1"))
         if not self._make_grammar_constraint:
-            raise OvspecError("The options allow no tool to be called.")
+            raise OvspecError(
+                "The generated text begins a tool call, but the options allow none; report this bug to ovspec."
+            )
         grammar_constraints: list[GrammarConstraint] = []
         last_error = None
         for grammar_kind in grammar_kinds:

@@ -36,7 +36,7 @@ class ConstraintMaker:
     def vocabulary_index(self) -> VocabularyIndex:
         """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
-            reason = "its tokenizer can't map each token to bytes, as grammars and token healing need"
+            reason = "its tokenizer can't map each token to bytes, as grammars and token healing need; leave them out"
             raise OvspecError(f"{self._tokenizer.folder}: {reason}.")
         return VocabularyIndex(self._tokenizer.vocabulary)
 
@@ -166,7 +166,9 @@ class ConstraintMaker:
         match constrain_from:
             case str():
                 if not constrain_from or constrain_from not in prompt_text:
-                    raise OvspecError(f"`constrain_from`: {constrain_from!r} is not in the prompt.")
+                    raise OvspecError(
+                        f"`constrain_from`: {constrain_from!r} is not in the prompt; give a part of the prompt."
+                    )
                 character_index = prompt_text.rfind(constrain_from)
             case int():
                 character_index = constrain_from if constrain_from >= 0 else len(prompt_text) + constrain_from

@@ -161,7 +161,7 @@ class GrammarConstraint(Constraint):
             )
             mask = mask & ~pack_mask(forbidden_ids, self._vocab_size)
         if not mask.any() and not matcher.is_stopped():
-            raise OvspecError("No token of the model can continue the text in its grammar.")
+            raise OvspecError("No token of the model can continue the text in its grammar; change the grammar.")
         return mask
 
     def _allowed_mask(self, matcher: LLMatcher) -> np.ndarray:
@@ -315,7 +315,10 @@ class GrammarCompiler:
             allowed_text = self._tokenizer.decode_str(tokens[:allowed_count])
             refused_text = self._tokenizer.decode_str(tokens[allowed_count:])
             place_text = f"after {allowed_text[-40:]!r}" if allowed_text else "where the grammar begins"
-            raise OvspecError(f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}.")
+            raise OvspecError(
+                f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}; "
+                "change one of them."
+            )
         if matcher.is_stopped():
             raise OvspecError("The prompt already completes the grammar, so nothing can follow; shorten the prompt.")
 

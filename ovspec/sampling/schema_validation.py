@@ -22,7 +22,10 @@ MAX_ERRORS = 20
 MAX_DIRECT_SIZE = 10_000_000  # schema characters times text characters, at most, for a check in this process
 
 VALIDATION_POOL = SandboxPool(
-    "ovspec.sampling.schema_validation", "judges texts by schemas", MAX_VALIDATION_SECONDS, MAX_VALIDATION_BYTES
+    "ovspec.sampling.schema_validation",
+    "validates texts against JSON schemas",
+    MAX_VALIDATION_SECONDS,
+    MAX_VALIDATION_BYTES,
 )
 
 
@@ -52,9 +55,9 @@ def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) ->
     try:
         reply = VALIDATION_POOL.ask(json.dumps(request)) if is_slow else answer_validation_request(request)
     except SandboxLimitExceeded as reason:
-        return [f"#: the check {reason}, so the text may be invalid"]
+        return [f"the JSON schema check {reason}, so the text may be invalid"]
     except UnavailableError:
-        return ["#: the check ended without an answer, so the text may be invalid"]
+        return ["the JSON schema check crashed, so the text may be invalid"]
     if "unusable" in reply:
         raise unusable_schema_error(reply["unusable"])
     return reply["errors"]
@@ -74,7 +77,7 @@ def answer_validation_request(request: JsonObject) -> JsonObject:
     try:
         instance = json.loads(request["text"])
     except (ValueError, RecursionError) as error:
-        return {"errors": [f"#: it isn't JSON: {error}"]}
+        return {"errors": [f"the text isn't JSON: {error}"]}
     try:
         validator_class = validator_for(schema, Draft202012Validator)
         # With this registry, references are never downloaded.

@@ -96,20 +96,20 @@ def compile_arguments(
     tool: JsonObject, schema_options: SchemaOptions, parameter_layout: ParameterExpressions | None, label: str
 ) -> CompiledSchema:
     """Return the grammar of a tool's arguments."""
-    label = f"{label}: the schema of {tool['name']}"
+    schema_label = f"{label}: the schema of {tool['name']}"
     schema = dict(tool["parameters"] or {})
     schema_text = json.dumps(schema)
-    check_character_count(schema_text, label)
-    check_nesting(schema_text, label)
+    check_character_count(schema_text, schema_label)
+    check_nesting(schema_text, schema_label)
     if schema.setdefault("type", "object") != "object":
-        raise OvspecError(f"{label}, at #/type: arguments must be an object; set the type to object.")
+        raise OvspecError(f"{schema_label}, at #/type: arguments must be an object; set the type to object.")
     has_parameters = schema.get("properties") or schema.get("required") or schema.keys() - SILENT_KEYWORDS
     if schema_options.close_objects and not has_parameters:
         schema["additionalProperties"] = False
     try:
         return compile_schema(schema, find_schema_problem, schema_options, parameter_layout)
     except OvspecError as error:
-        raise OvspecError(f"{label}, at {re.sub('^#:', 'the top:', str(error))}") from None
+        raise OvspecError(f"{schema_label}, at {re.sub('^#:', 'the top:', str(error))}") from None
 
 
 def list_answer_expressions(source: JsonObject, token_names: dict[str, str]) -> list[str]:

@@ -117,9 +117,7 @@ class AccessMiddleware:
         """Return the error for a refused request; record the index of its key."""
         headers = Headers(scope=scope)
         if self._local_only and not is_loopback(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
-            refusal = (
-                "This server accepts only localhost and 127.0.0.1 as its host; set an API key to serve other hosts."
-            )
+            refusal = "Without an API key, this server answers only requests to localhost or 127.0.0.1; set an API key."
             return ApiError(403, refusal)
         scheme, _, bearer_key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

@@ -102,7 +102,7 @@ async def handle_error(http_request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):  # no body at all; an invalid body gives an ApiError
         error = ApiError(400, NOT_AN_OBJECT)
     elif not isinstance(error, HTTPException):
-        error = ApiError(500, f"The server failed ({type(error).__name__}).")
+        error = ApiError(500, f"The server failed ({type(error).__name__}); see its log.")
     elif not isinstance(error, ApiError):  # Starlette's own
         error.detail = ROUTING_ERRORS.get(error.status_code, error.detail)
         if error.status_code == 404:

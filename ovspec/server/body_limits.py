@@ -66,7 +66,9 @@ class BoundedRequest(Request):
                         raise too_large_error
         except TimeoutError:
             raise ApiError(
-                408, f"The request's body did not arrive within {BODY_SECONDS:g} seconds.", close_connection=True
+                408,
+                f"The request's body did not arrive within {BODY_SECONDS:g} seconds; send it again.",
+                close_connection=True,
             ) from None
         except ClientDisconnect:
             raise ApiError(499, "The client has closed the connection.") from None

@@ -15,7 +15,7 @@ from ovspec.protocols.errors import CONTEXT_LENGTH_EXCEEDED, RequestFailure, mak
 ANTHROPIC_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
 REQUEST_ID = "request_id"  # the field of a request's state with its id
 LINGER_SECONDS = 5.0  # for dropping the rest of an unread body
-PYTHON_ONLY_ADVICE = ", or a Path for a file"  # in a message on a grammar
+PYTHON_ONLY_CLAUSE = ", or a Path for a file"  # in a message on a grammar
 
 
 class ServerEndedError(OvspecError):
@@ -59,7 +59,7 @@ class ApiError(HTTPException):
 
 def message_for_clients(error: OvspecError, lm: LanguageModel) -> str:
     """Return an error's message without the folder of the model, and without advice for Python only."""
-    return str(error).replace(str(lm.folder), "the model's folder").replace(PYTHON_ONLY_ADVICE, "")
+    return str(error).replace(str(lm.folder), "the model's folder").replace(PYTHON_ONLY_CLAUSE, "")
 
 
 def make_prompt_error(error: PromptError, lm: LanguageModel, field: str) -> ApiError:

@@ -109,11 +109,11 @@ class RequestPreparer:
 
     def report_ignored(self, ignored_names: Iterable[str], http_request: Request) -> None:
         """Report ignored fields in a response header and the log; raises ApiError if the server is strict."""
-        first_name = next(iter(ignored_names), None)
-        if first_name is None:
+        ignored_field = next(iter(ignored_names), None)
+        if ignored_field is None:
             return
         if self._options.strict_fields:
-            raise ApiError(400, f"{first_name} is not supported; leave it out.", first_name)
+            raise ApiError(400, f"{ignored_field} is not supported; leave it out.", ignored_field)
         add_ignored_names(http_request, ignored_names)
 
     def make_request_params(self, request: TextRequest) -> Params:
@@ -145,7 +145,7 @@ def check_stop_strings(request: TextRequest, params: Params) -> None:
     stop_count = len(params.stop_strings)
     character_count = sum(map(len, params.stop_strings))
     if stop_count > MAX_STOPS or character_count > MAX_STOP_CHARACTERS:
-        limit_clause = f"at most {MAX_STOPS} with {MAX_STOP_CHARACTERS:,} are allowed"
+        limit_clause = f"at most {MAX_STOPS} with {MAX_STOP_CHARACTERS:,} characters are allowed"
         field = request.overrides.client_names.get("stop", "stop")
         raise ApiError(
             400, f"{field} has {stop_count} strings with {character_count} characters in total; {limit_clause}.", field
@@ -239,6 +239,6 @@ def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextReque
         token_count -= sum(row.prompt_length for row in rows)
     logprob_count = token_count * (1 + top_logprobs)
     if logprob_count > MAX_LOGPROBS:
-        message = f"The answer could have {logprob_count:,} log-probabilities, but at most {MAX_LOGPROBS:,} are allowed"
+        limit_sentence = f"The answer could have {logprob_count:,} log-probabilities, but the limit is {MAX_LOGPROBS:,}"
         field = "top_logprobs" if request.is_chat else "logprobs"
-        raise ApiError(400, f"{message}; lower max_tokens, n or {field}.", field)
+        raise ApiError(400, f"{limit_sentence}; lower max_tokens, n or {field}.", field)

@@ -100,7 +100,7 @@ def resolve_draft(
         raise OvspecError(f"{draft_folder}: {kind}, not an EAGLE-3 head; set `draft='{name}'`, or export a head.")
     if draft_choice.model == MTP_DRAFT and not is_mtp:
         raise OvspecError(
-            f"{draft_folder}: not an MTP layer; set `draft='draft'`, or export the model without another draft."
+            f"{draft_folder}: not an MTP layer; set `draft='draft'`, or export the model again without `draft`."
         )
     return replace(draft_choice, model=draft_folder)
 

@@ -68,7 +68,7 @@ def tune_model(
     on_gpu = is_gpu(options.device)
     if not weights_fit_into_memory(folder, 3):
         raise OvspecError(
-            f"{folder}: not enough free memory to tune, which loads the model twice; close other programs."
+            f"{folder}: not enough free memory, because tuning loads the model twice; close other programs."
         )
     start_time = time.monotonic()
     report_progress("f32 without dynamic quantisation (reference for accuracy)", 0.0)

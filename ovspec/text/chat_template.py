@@ -161,7 +161,7 @@ def load_chat_template(folder: Path, custom_source: str | None = None, bos: str 
     if not source and templates:
         template_names = ", ".join(sorted(templates))
         problem = f"{folder}: none of its chat templates ({template_names}) is the default"
-        raise OvspecError(f"{problem}; choose with `chat_template`.")
+        raise OvspecError(f"{problem}; choose a template with `chat_template`.")
     if not source:
         advice = "give plain text, not chat messages, or a `chat_template`"
         raise OvspecError(f"{folder}: this model has no chat template; {advice}.")

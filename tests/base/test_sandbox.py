@@ -70,19 +70,22 @@ def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sandbox, "MAX_DEATH_WEIGHT", 2 * sandbox.KILLED_DEATH_WEIGHT)
     signals = [signal.SIGKILL] * 3
     end_next(RENDERER, signals)
-    told = r"^The process that renders chat templates was killed, 2 times; free some memory, and try again\.$"
+    told = (
+        r"^The process that renders chat templates failed 2 times \(it was killed\); free some memory, and "
+        r"try again\.$"
+    )
     with pytest.raises(UnavailableError, match=told):
         TEMPLATE.render([])
     assert len(signals) == 1
     monkeypatch.setattr(sys, "executable", "/no/such/file")
     RENDERER.end_idle_processes()
-    with pytest.raises(UnavailableError, match=r"could not be started .*No such file.*, 10 times"):
+    with pytest.raises(UnavailableError, match=r"failed 10 times \(it could not be started: .*No such file"):
         TEMPLATE.render([])
 
 
 def test_crashed_each_time(end_next: End) -> None:
     end_next(GRAMMAR_CONVERTER, [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGKILL])
-    with pytest.raises(OvspecError, match=r"^--regex: the check ended without an answer; simplify it\.$") as found:
+    with pytest.raises(OvspecError, match=r"^--regex: the check crashed; simplify it\.$") as found:
         convert_grammar("regex", "[a-z]{17}", "--regex")
     assert not isinstance(found.value, UnavailableError)
 

@@ -283,7 +283,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
         patch.setattr("ovspec.batch.ray.pool.RESTARTS_PER_WORKER", 0)
         patch.setattr("ovspec.batch.ray.pool.LINES_PER_RESTART", 1000)
         with pytest.raises(
-            OvspecError, match=rf"last worker died of SIGFPE while it answered with {pair} .*exact; set "
+            OvspecError, match=rf"last worker died of SIGFPE while it generated texts with {pair} .*exact; set "
         ):
             on_cluster(str(file), output, pair, Deadly(), loading)
     assert not output.exists()
@@ -292,7 +292,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
     *_, error = [line for line in without_times(output.read_text("utf-8")) if line["id"] == "deadly"]
     assert error == {
         "id": "deadly",
-        "error": "The worker that answered this line died of SIGFPE; others answered the other lines.",
+        "error": "The worker that answered this line died of SIGFPE; other workers answered the other lines.",
     }
     others = [
         [line for line in lines if line["id"] != "deadly"]
@@ -536,7 +536,10 @@ def test_a_line_that_kills_gets_an_error(
 def test_lines_that_all_kill_stop_the_run() -> None:
     started, answered = list[int](), list[RequestGroup]()
     pool = WorkerPool(starting(signal.SIGKILL, started), 1, False, "model in words")
-    told = r"No workers are left: the last worker was killed \(.*SIGKILL.*\) while it answered with model in words; "
+    told = (
+        r"No workers are left: the last worker was killed \(.*SIGKILL.*\) "
+        "while it generated texts with model in words; "
+    )
     with pytest.raises(OvspecError, match=told):
         for more in pool.run_groups(groups([f"{DEADLY} {n}" for n in range(6)])):
             answered.extend(more)

@@ -132,7 +132,7 @@ def test_a_machine_without_memory_is_told_of(
     done = subprocess.run(command, env=command_environment | few, capture_output=True, check=False, timeout=200)
     assert (done.returncode, done.stdout) == (1, b""), done
     *progress, told = done.stderr.decode().splitlines()
-    assert told.startswith(("Error: Ray: ", "Error: The first worker was killed ")), told
+    assert told.startswith(("Error: Ray reported an error: ", "Error: The first worker was killed ")), told
     assert all(line.endswith("…") for line in progress), progress
 
 

@@ -262,7 +262,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{broken", "Not JSON"),
+        ("{broken", "The line is not JSON"),
         ("42", "JSON object or string"),
         ("{}", "either a prompt or messages"),
         ('{"prompt": "a", "messages": [{}]}', "either a prompt or messages"),
@@ -480,7 +480,7 @@ def test_wrong_usage(tmp_path: Path, command_here: Command) -> None:
         ((file, "-o", output, "--draft", "none", "--lookahead", "3"), 2, "--draft"),
         ((file, "-o", output, "--system", "x"), 2, "--chat"),
         ((file, "-o", "-"), 2, "give a file"),
-        (("-", "-o", output), 2, "stdin: contains no text"),
+        (("-", "-o", output), 2, "stdin: contains no text; give text."),
     ):
         done = command_here("batch", *arguments)
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr

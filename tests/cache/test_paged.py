@@ -324,7 +324,7 @@ def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch
         raise RuntimeError("Check failed at x.cpp:1:\nOut of memory\n")
 
     monkeypatch.setattr(decoder._request, "infer", fail)
-    with pytest.raises(ovspec.OvspecError, match="the inference failed"):
+    with pytest.raises(ovspec.OvspecError, match="OpenVINO failed to run the model"):
         decoder.feed([np.array([7])], [1])
     assert len(decoder.rows[0]) == decoder.blocks_used == 0
 

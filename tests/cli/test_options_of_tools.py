@@ -89,7 +89,7 @@ def test_a_report_says_how_a_model_runs_here_and_names_no_file(run: Callable[...
     assert report["text"]["equal"]
     assert report["text"]["lookup"]["text"] == report["text"]["plain"]["text"]
     assert str(ROOT) not in file.read_text("utf-8")
-    assert "nowhere: no such folder" in run("inspect", SMALL, "--report", "nowhere/report.json").err
+    assert "there is no folder nowhere" in run("inspect", SMALL, "--report", "nowhere/report.json").err
 
 
 def test_inspect_without_the_profile(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

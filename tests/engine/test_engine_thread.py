@@ -108,7 +108,7 @@ def test_texts_are_those_of_generate(engine: EngineThread) -> None:
 
 def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     target, feed = engine._decoders.target, engine._decoders.target.feed
-    all_asked, failures = threading.Event(), [InferenceError("CPU: the inference failed (a test).")]
+    all_asked, failures = threading.Event(), [InferenceError("CPU: OpenVINO failed to run the model (a test).")]
 
     def feed_or_fail(*arguments: Any, **options: Any) -> Any:
         all_asked.wait(30)
@@ -235,11 +235,11 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch:
     monkeypatch.setattr(Lookahead, "should_draft", lambda *_: True)
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
     start = len(engine.runtime.prompt_encoder.encode(PROMPTS[3]))
-    broken = Breaks(start + 9, OvspecError("No token can follow."))
+    broken = Breaks(start + 9, OvspecError("No token can be chosen."))
     failing = Asked(
         engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process_logits(logits, tokens)]
     )
-    assert "No token can follow" in str(failing.result())
+    assert "No token can be chosen" in str(failing.result())
     for other, prompt in zip(others, PROMPTS[:2], strict=True):
         assert other.result() == [lm_of(engine).generate(prompt, **OPTIONS).token_ids]
 

@@ -190,7 +190,7 @@ def test_products_of_experts_are_of_their_rows(name: str) -> None:
 
 
 def test_experts_are_only_multiplied_by_rows() -> None:
-    with pytest.raises(OvspecError, match="its weights can't be kept: w is used by MatMul"):
+    with pytest.raises(OvspecError, match="its weights can't be kept: w is used by the operation MatMul"):
         product_of_experts(FORMS["Q4_0"], turned=True)
 
 
@@ -211,7 +211,7 @@ def test_a_matrix_that_is_not_found_is_no_small_matter() -> None:
 
 
 def test_weights_with_another_order_are_only_multiplied() -> None:
-    with pytest.raises(OvspecError, match="its weights can't be kept: w is used by Gather"):
+    with pytest.raises(OvspecError, match="its weights can't be kept: w is used by the operation Gather"):
         lookup_in(ORDERED)
 
 

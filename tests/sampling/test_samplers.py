@@ -178,7 +178,7 @@ def test_every_parameter_is_an_option() -> None:
 
 
 def test_all_tokens_banned() -> None:
-    with pytest.raises(ovspec.OvspecError, match="No token can follow"):
+    with pytest.raises(ovspec.OvspecError, match="No token can be chosen"):
         warp_logits(np.full(5, -np.inf, dtype=np.float32), SamplingParams(temperature=1.0))
 
 

@@ -94,7 +94,7 @@ def test_retries_take_the_next_seeds_until_the_text_is_valid(load: Load, draft: 
         ({"retries": 2}, "`retries` works only with a JSON schema; add `json_schema`"),
         ({"compact_json": True, "regex": "a"}, "`compact_json` works only with a JSON schema"),
         ({"additional_properties": False}, "`additional_properties` works only with a JSON schema"),
-        ({"json_schema": {}, "retries": 1, "temperature": 1.0}, "`retries` needs `json_schema_mode` checked"),
+        ({"json_schema": {}, "retries": 1, "temperature": 1.0}, "`retries` needs `json_schema_mode='checked'`"),
         ({"json_schema": {}, "retries": 1, "json_schema_mode": "checked"}, "`retries` needs a `temperature` above 0"),
         ({"json_schema": {}, "json_schema_mode": "loose"}, "must be one of strict, checked"),
         ({"json_schema": {}, "retries": -1}, "must be 0 or more"),
@@ -136,7 +136,7 @@ def test_errors_name_their_places() -> None:
     schema = {"properties": {"a/b": {"items": {"type": "string"}}}}
     assert find_schema_errors(schema, "", '{"a/b": ["x", 3]}') == ["#/a~1b/1: 3 is not of type 'string'"]
     assert find_schema_errors(json.dumps(schema), '{"a/b": ', '["x"]}') == []
-    assert find_schema_errors(schema, "", "{")[0].startswith("#: it isn't JSON")
+    assert find_schema_errors(schema, "", "{")[0].startswith("the text isn't JSON")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeyp
         began = time.monotonic()
         time.sleep(0.01)
         waits.append(time.monotonic() - began)
-    assert found == ["#: the check ran longer than 1 seconds, so the text may be invalid"]
+    assert found == ["the JSON schema check ran longer than 1 seconds, so the text may be invalid"]
     assert max(waits) < 1
     assert find_schema_errors(HOSTILE, "", '{"x": "abb"}') == []
     assert find_schema_errors(HOSTILE, '{"x": ', '"ab"}') == ["#/x: 'ab' does not match '^(a|a)+(b)\\\\2$'"]
@@ -253,7 +253,7 @@ def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeyp
 def test_judging_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VALIDATION_POOL, "max_bytes", 10_000_000)  # less than Python itself
     (found,) = find_schema_errors(HOSTILE, "", json.dumps({"x": "a" * 40 + "!"}))
-    assert found == "#: the check used more than 10 MB of memory, so the text may be invalid"
+    assert found == "the JSON schema check used more than 10 MB of memory, so the text may be invalid"
 
 
 def test_only_what_may_take_long_is_judged_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,4 +287,4 @@ def test_schemas_that_judge_nothing(schema: Any, why: str) -> None:
 
 
 def test_a_text_nested_too_deeply_is_no_json() -> None:
-    assert find_schema_errors({}, "", "[" * 100_000)[0].startswith("#: it isn't JSON")
+    assert find_schema_errors({}, "", "[" * 100_000)[0].startswith("the text isn't JSON")

@@ -86,7 +86,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": True}, "messages", "add_special_tokens"),
     ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, "needs chat messages", "chat_template_kwargs"),
     ("/tokenize", {}, "one of prompt", None),
-    ("/detokenize", {"tokens": [10**30]}, "too large", "tokens"),
+    ("/detokenize", {"tokens": [10**30]}, "beyond the vocabulary", "tokens"),
     ("/detokenize", {"tokens": [999999]}, "not in the vocabulary", "tokens"),
 ]
 
@@ -110,7 +110,7 @@ def test_wrong_fields_are_named(server: Running, path: str, body: Any, message: 
         ({"role": "user", "content": None}, "each message needs content"),
         ({"role": "user", "content": ["Hi"]}, "each message needs content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
-        ({"role": "user", "content": [{"type": "text"}]}, "needs a string as text"),
+        ({"role": "user", "content": [{"type": "text"}]}, "needs a string in its field text"),
         ({"role": "user", "content": "Hi", "name": 5}, "name must be a string"),
         ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "each tool call must"),
         ({"role": "assistant", "content": "", "tool_calls": {"id": "1"}}, "tool_calls must be a list"),

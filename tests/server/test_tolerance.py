@@ -114,7 +114,9 @@ def test_what_cannot_be_had_is_refused_unless_it_asks_for_nothing(name: str) -> 
         for value in (*values, None):
             assert validate_body({**given, name: value}, body)
         for value in ("zzz", {"a": 1}, 7, [["zzz"]]):
-            with pytest.raises(RequestError, match=f"^{name} is not supported.*; (leave it out|give .*)[.]$") as found:
+            with pytest.raises(
+                RequestError, match=f"^{name} is not supported.*; (leave it out|use .*|send .*)[.]$"
+            ) as found:
                 validate_body({**given, name: value}, body)
             assert found.value.param == name and len(str(found.value)) < 200
 
@@ -124,7 +126,7 @@ def test_what_cannot_be_had_is_refused_unless_it_asks_for_nothing(name: str) -> 
     [
         ({"best_of": 3}, "best_of is not supported, except as 1; leave it out."),
         ({"reasoning_format": "none"}, 'reasoning_format is not supported, except as "auto" or "deepseek"'),
-        ({"guided_json": {}}, "guided_json is not supported; give json_schema."),
+        ({"guided_json": {}}, "guided_json is not supported; use json_schema."),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ],
 )
@@ -213,7 +215,7 @@ def test_the_log_names_each_once_and_not_without_end(start_here: StartHere) -> N
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]}]},
-            "cache_control is not a field of a part",
+            "cache_control is not a field of a content part",
             "messages",
         ),
         ("/v1/completions", {**TEXT, "stream": True, "stream_options": {"x": 1}}, "x is not a field", "stream_options"),

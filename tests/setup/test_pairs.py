@@ -46,4 +46,4 @@ def test_a_short_name_gives_the_draft_or_the_head(monkeypatch: pytest.MonkeyPatc
     refused = CliRunner().invoke(cli, ["export", "qwen2.5-7b", "-o", "x", "--draft", "head"])
     assert refused.exit_code and "No public head is known for qwen2.5-7b" in refused.output
     refused = CliRunner().invoke(cli, ["export", "some/model", "-o", "x", "--draft", "head"])
-    assert refused.exit_code and "give the head as --draft PATH" in refused.output
+    assert refused.exit_code and "give the head's folder or hub id as --draft" in refused.output

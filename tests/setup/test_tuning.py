@@ -166,7 +166,7 @@ def test_not_measured_unasked_where_it_would_take_long(
     monkeypatch.setattr(ovspec.setup.tuning, "MAX_AUTO_TUNED_BYTES", 1e9)
     monkeypatch.setattr(ovspec.setup.tuning, "weights_fit_into_memory", lambda *_: False)
     assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
-    assert "not enough free memory to tune" in capsys.readouterr().err
+    assert "not enough free memory, because tuning" in capsys.readouterr().err
 
 
 def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,28 +9,47 @@ Relative words point at a thing instead of naming it. Code in pages isn't counte
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import click
+import sentences
+from sentences import called_name
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES_FILE = ROOT / "tests" / "messages.txt"
 RELATIVE_WORD = re.compile(r"\b(that|which|who|whom|whose|what|those|ones?)\b", re.IGNORECASE)
 WORD = re.compile(r"[A-Za-z']+")
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
+HEADER = """The error messages of ovspec, by source file, written by tests/support/english.py. Words in braces stand for
+values: {label} for an option, a field or a tool; {folder} and {path} for paths. On the command line, `option` reads
+--option.
+
+"""
 MAX_RELATIVE_WORDS = 1.5  # per 100
 # In the names of functions that make messages.
-MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field")
+MESSAGE_MAKER = re.compile(r"error|problem|failure|refusal|refuse|explain|invalid|suggest_field|death")
 ERROR_CLASS = re.compile(r"Error$|^(NotPaged|PagedCheck)$|^Sandbox.*(Died|Exceeded)$|^raise_usage_error_if$")
 MESSAGE_VARIABLE = re.compile(r"(^|_)(message|problem|reason|refusal|sentence)$")
 MESSAGE_CONSTANT = re.compile(
     r"(_ADVICE|_ERRORS?|_FAILURES|_REASONS|_WORDINGS|_FORMATS|_INSTEAD|_MODEL_KINDS)$|^(UNSUPPORTED|UNUSABLE|NOT_AN)"
 )
 MIN_MESSAGE_WORDS = 3
+# Parts that reach their sentence through another process or a library, by folder or file; {} is the part. A frame that
+# ends with its part is for whole sentences, too.
+FRAMES = {
+    "export/": "{model}: {what failed} ({}); correct this and try again, or report it to ovspec.",
+    "export/ovspec_export/gguf_file.py": "{file}: damaged or truncated ({}); download it again.",
+    "ovspec/grammars/gbnf/": "{label}, {}",
+    "ovspec/grammars/json_schema/": "{label}, at {}",
+    "ovspec/protocols/": "{field} {}.",
+    "ovspec/text/chat_template_worker.py": "The model's chat template cannot render these messages: {}.",
+}
+NO_MESSAGES = {"replace", "startswith", "endswith", "removeprefix", "removesuffix"}  # calls
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -74,18 +93,12 @@ def render(node: ast.expr) -> str:
             return ""
 
 
-def name_of(node: ast.AST) -> str:
-    """Return the name of what a call calls, without the module; "" for other nodes."""
-    function = node.func if isinstance(node, ast.Call) else None
-    return getattr(function, "attr", "") or getattr(function, "id", "")
-
-
-def outer_strings(node: ast.AST) -> Iterator[str]:
+def outer_strings(node: ast.AST) -> Iterator[ast.expr]:
     """Yield the strings in a syntax tree that aren't parts of others, except regular expressions."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re."):
+    if isinstance(node, ast.Call) and (ast.unparse(node.func).startswith("re.") or called_name(node) in NO_MESSAGES):
         return
-    if isinstance(node, ast.expr) and (text := render(node)):
-        yield text
+    if isinstance(node, ast.expr) and render(node):
+        yield node
         return
     if isinstance(node, ast.Dict):  # its keys are no messages
         node = ast.Tuple(node.values)
@@ -93,38 +106,48 @@ def outer_strings(node: ast.AST) -> Iterator[str]:
         yield from outer_strings(child)
 
 
-def messages_of(function: Function) -> Iterator[str]:
+def is_error(node: ast.AST) -> bool:
+    """Return whether a node raises or makes an error; a PagedCheck(True, …) is none."""
+    if isinstance(node, ast.Call) and ERROR_CLASS.search(called_name(node)):
+        return not (node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value is True)
+    return isinstance(node, ast.Raise)
+
+
+def messages_of(function: Function) -> Iterator[ast.expr]:
     """Yield the messages of a function: of its errors, or all of one that makes messages."""
     nodes = [node for statement in function.body for node in ast.walk(statement)]
     if MESSAGE_MAKER.search(function.name):
         returned = [node for node in nodes if isinstance(node, ast.Return | ast.Raise | ast.Assign | ast.Yield)]
-        yield from (text for node in returned for text in outer_strings(node))
+        yield from (string for node in returned for string in outer_strings(node))
         return
-    errors = [node for node in nodes if isinstance(node, ast.Raise) or ERROR_CLASS.search(name_of(node))]
+    errors = [node for node in nodes if is_error(node)]
     names = {name.id for error in errors for name in ast.walk(error) if isinstance(name, ast.Name)}
     for node in nodes:
+        if isinstance(node, ast.Dict):  # the answer of a process
+            keys = [getattr(key, "value", "") for key in node.keys]
+            yield from (value for key, value in zip(keys, node.values, strict=True) if key == "error")
         targets = [getattr(target, "id", "") for target in node.targets] if isinstance(node, ast.Assign) else []
         is_part = any(name in names or MESSAGE_VARIABLE.search(name) for name in targets)
         if is_part or node in errors:
             yield from outer_strings(node)
 
 
-def messages_of_class(error_class: ast.ClassDef) -> Iterator[str]:
+def messages_of_class(error_class: ast.ClassDef) -> Iterator[ast.expr]:
     """Yield the messages that an error's class passes to its base."""
     if ERROR_CLASS.search(error_class.name):
-        calls = [node for node in ast.walk(error_class) if name_of(node) == "__init__"]
-        yield from (text for call in calls for text in outer_strings(call))
+        calls = [node for node in ast.walk(error_class) if called_name(node) == "__init__"]
+        yield from (string for call in calls for string in outer_strings(call))
 
 
 def constants_in_errors(tree: ast.Module) -> Iterator[str]:
     """Yield the names of the constants that errors are made with."""
-    errors = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) or ERROR_CLASS.search(name_of(node))]
+    errors = filter(is_error, ast.walk(tree))
     yield from (
         name.id for error in errors for name in ast.walk(error) if isinstance(name, ast.Name) and name.id.isupper()
     )
 
 
-def messages_of_constant(assignment: ast.Assign | ast.AnnAssign, used_names: Set[str]) -> Iterator[str]:
+def messages_of_constant(assignment: ast.Assign | ast.AnnAssign, used_names: Set[str]) -> Iterator[ast.expr]:
     """Yield the strings of a module's constant if it is among ``used_names``, or its name says what it is."""
     targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
     names = [getattr(target, "id", "") for target in targets]
@@ -132,12 +155,13 @@ def messages_of_constant(assignment: ast.Assign | ast.AnnAssign, used_names: Set
         return
     match assignment.value:
         case ast.Tuple(elts=[ast.Tuple(), *_] as pairs):  # of a pattern and the message for it
-            yield from (text for pair in pairs if isinstance(pair, ast.Tuple) for text in outer_strings(pair.elts[-1]))
+            rows = [pair for pair in pairs if isinstance(pair, ast.Tuple)]
+            yield from (string for row in rows for string in outer_strings(row.elts[-1]))
         case value:
             yield from outer_strings(value)
 
 
-def messages_in(tree: ast.Module, used_names: Set[str]) -> Iterator[str]:
+def messages_in(tree: ast.Module, used_names: Set[str]) -> Iterator[ast.expr]:
     """Yield the messages in a file, in no particular order, some of them twice.
 
     used_names: the constants that errors are made with, in all files.
@@ -157,26 +181,53 @@ def is_message(text: str) -> bool:
     return " " in text and len(WORD.findall(text)) >= MIN_MESSAGE_WORDS
 
 
-def messages() -> dict[str, list[str]]:
-    """Return the messages of the errors in each file, each once."""
-    trees = {
+def parse_code() -> dict[str, ast.Module]:
+    """Return the syntax trees of both packages, by path."""
+    return {
         file.relative_to(ROOT).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
         for package in ("ovspec", "export/ovspec_export")
         for file in sorted((ROOT / package).rglob("*.py"))
     }
+
+
+def message_nodes(trees: Mapping[str, ast.Module]) -> dict[str, list[ast.expr]]:
+    """Return the strings of each file's messages and parts of messages."""
     used_names = {name for tree in trees.values() for name in constants_in_errors(tree)}
+    return {
+        path: [node for node in dict.fromkeys(messages_in(tree, used_names)) if not re.fullmatch(r"\W+", render(node))]
+        for path, tree in trees.items()
+    }
+
+
+@functools.cache
+def messages() -> dict[str, list[str]]:
+    """Return the messages of the errors in each file, each once, and parts of messages alone."""
     found: dict[str, list[str]] = {}
-    for path, tree in trees.items():
-        texts = dict.fromkeys(" ".join(text.split()) for text in messages_in(tree, used_names))
-        if texts := [text for text in texts if is_message(text)]:
-            found[path] = texts
+    for path, nodes in message_nodes(parse_code()).items():
+        texts = dict.fromkeys(" ".join(render(node).split()) for node in nodes)
+        if kept_texts := [text for text in texts if is_message(text)]:
+            found[path] = kept_texts
     return found
 
 
 def listing() -> str:
-    """Return the contents of the file of messages."""
-    parts = [f"{file}\n" + "".join(f"  {text}\n" for text in texts) for file, texts in messages().items()]
-    return "\n".join(parts)
+    """Return the contents of the file of messages: whole sentences."""
+    trees = parse_code()
+    found = sentences.sentences(message_nodes(trees), sentences.index_code(trees.values()), is_message)
+    return HEADER + "\n".join(
+        f"{file}\n" + "".join(f"  {put_into_frame(text, file)}\n" for text in texts) for file, texts in found.items()
+    )
+
+
+def put_into_frame(part: str, file: str) -> str:
+    """Return the sentence with a part of a message; a whole sentence stays as it is."""
+    frame = max((prefix for prefix in FRAMES if file.startswith(prefix)), key=len, default="")
+    is_part = part[0].islower() and not part.endswith((".", "?"))
+    if not frame or not (is_part or FRAMES[frame].endswith("{}")):
+        return part
+    if FRAMES[frame].endswith("at {}"):  # a place in a schema: its top reads "the top"
+        part = re.sub("^#:", "the top:", part if re.match(r"(\{pointer\}|#)\S*:", part) else "{pointer}: " + part)
+    return FRAMES[frame].replace("{}", part)
 
 
 def texts_for_users() -> dict[str, str]:

@@ -83,8 +83,8 @@ def write_record_and_card(record: ResultRecord, result_name: str, folder: Path) 
 def format_card(record: ResultRecord, result_name: str) -> str:
     """Return the card of the result called ``result_name``."""
     revision_note = f", revision {record.revision[:12]}" if record.revision else ""
-    origin_sentence = f" It was made from {record.draft}." if record.draft else ""
-    head_sentence = (
+    origin_note = f" It was made from {record.draft}." if record.draft else ""
+    head_note = (
         " It reads the model's own hidden states and works with no other model."
         if record.kind in ("head", "mtp")
         else ""
@@ -92,7 +92,7 @@ def format_card(record: ResultRecord, result_name: str) -> str:
     sections = [
         f"# {KIND_TITLES[record.kind]} for {record.model}",
         f"It proposes tokens for {record.model}{revision_note}, so that it generates faster; the model alone decides "
-        f"what is generated.{head_sentence}{origin_sentence} Made by `ovspec distill`.",
+        f"what is generated.{head_note}{origin_note} Made by `ovspec distill`.",
         "## Use it",
         f"MODEL is an export of {record.model}, CHECKPOINT what it was exported from.",
         f'```sh\novspec generate MODEL "Once upon a time" --draft {result_name} --stats\n'

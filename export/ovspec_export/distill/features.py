@@ -201,7 +201,7 @@ def read_examples(work: Path, held_out: bool) -> Examples:
         document_starts = shard_file.get_tensor("starts").tolist()
         shard_documents = documents[shard.first_document : shard.first_document + shard.document_count]
         if document_starts != [0, *accumulate(len(document.ids) for document in shard_documents)]:
-            raise OvspecError("the features in the work folder belong to other texts; delete the folder")
+            raise OvspecError("the hidden states in the work folder belong to other texts; delete the work folder")
         document_rows = zip(shard_documents, pairwise(document_starts), strict=True)
         spans += [ShardSpan(document, shard_file, start, end) for document, (start, end) in document_rows]
     return Examples([span for span in spans if span.document.held_out == held_out])

@@ -285,7 +285,9 @@ def split_at_user_text(chat_format: ChatFormat, system: str | None, user_opening
     prompt = chat_format.render_prompt(make_chat_messages(user_opening + USER_PLACEHOLDER, system))
     before_user_text, placeholder, after_user_text = prompt.partition(USER_PLACEHOLDER)
     if not placeholder:
-        raise OvspecError("The model's chat template doesn't render the user's message.")
+        raise OvspecError(
+            "The model's chat template doesn't render the user's message; correct the template in the checkpoint."
+        )
     return before_user_text.rstrip(" "), after_user_text  # most vocabularies have words with a leading space
 
 

@@ -186,7 +186,8 @@ def check_settings(folder: Path, work_header: WorkHeader | None, settings: Disti
             "another model" if name == "model" else f"another `{name}`" for name in changed_names
         )
         raise OvspecError(
-            f"{folder}: was started with {differences}; use the same to resume, choose another `output`, or delete "
+            f"{folder}: contains work with {differences}; use the same options to resume it, choose "
+            "another `output`, or delete "
             "the folder."
         )
 

@@ -51,7 +51,7 @@ def describe_death(worker_number: int, error: RayError) -> str:
     if isinstance(error, NodeDiedError) or "node has died" in str(error):
         return "was lost with its machine"
     if isinstance(error, ActorUnavailableError):
-        return "is out of reach"
+        return "was unreachable"
     if isinstance(error, OutOfMemoryError):
         return "was killed by Ray, because its machine ran out of memory"
     if isinstance(error, RayActorError) and error.actor_init_failed:

@@ -21,5 +21,5 @@ def plain_ray_errors() -> Iterator[None]:
         if isinstance(cause, OvspecError):
             raise OvspecError(str(cause)) from None
         if isinstance(cause, RayError):
-            raise OvspecError(f"Ray: {str(cause).strip().splitlines()[0]}") from None
+            raise OvspecError(f"Ray reported an error: {str(cause).strip().splitlines()[0]}") from None
         raise

@@ -169,7 +169,7 @@ class WorkerPool:
         ray.kill(worker.actor)  # it may only be unreachable
         self._workers.remove(worker)
         self._tasks = {task: entry for task, entry in self._tasks.items() if entry[0] is not worker}
-        activity = "answered with" if worker.arithmetic else "loaded"
+        activity = "generated texts with" if worker.arithmetic else "loaded"
         self._last_death = f"{death_description} while it {activity} {self._model_description}"
         for group in worker.running_groups:
             group.worker_deaths += 1
@@ -178,7 +178,9 @@ class WorkerPool:
             elif len(group.requests) > 1:
                 self._interrupted_groups.extend(group.split_by_request())
             else:
-                sentence = f"The worker that answered this line {death_description}; others answered the other lines."
+                sentence = (
+                    f"The worker that answered this line {death_description}; other workers answered the other lines."
+                )
                 output_lines = [make_error_line(request, sentence) for request in group.requests.values()]
                 self._finish_group(group, output_lines, worker.arithmetic)
         is_replaced = bool(worker.arithmetic) and self._restarts_left >= 1

@@ -89,7 +89,8 @@ class Worker:
         if reference and logits_checksums != reference.logits_checksum and not worker_setup.allows_mixed_arithmetic:
             raise OvspecError(
                 f"The worker on {platform.node()} computes different logits ({arithmetic}) from the first worker's "
-                f"({reference.computing_conditions}). Leave this machine out, or set `mixed=True`."
+                f"({reference.computing_conditions}). Leave this machine out, or set "
+                "`mixed=True` to accept small differences between texts."
             )
         profiles = [read_profile_json(folder, device_options) for folder in folders]
         return ReferenceArithmetic(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)

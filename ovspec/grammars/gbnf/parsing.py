@@ -118,7 +118,7 @@ class GbnfParser:
             self.skip_spaces(skip_line_ends=True)
             rules[rule_name] = self.parse_alternation(nested=False)
             if self.peek() not in ("", "\r", "\n"):
-                raise self.error_at(f"unexpected {self.peek()!r}")
+                raise self.error_at(f"unexpected character {self.peek()!r}")
             self.skip_spaces(skip_line_ends=True)
         for rule_name, use_position in self.first_use_positions.items():
             if rule_name not in rules:
@@ -223,16 +223,16 @@ class GbnfParser:
         self.position += is_negated
         ranges: list[tuple[int, int]] = []
         while self.peek() != "]":
-            first_code = last_code = self.parse_character(class_start, "class")
+            first_code = last_code = self.parse_character(class_start, "character class")
             if self.peek() == "-" and self.text[self.position + 1 : self.position + 2] != "]":
                 self.position += 1
-                last_code = self.parse_character(class_start, "class")
+                last_code = self.parse_character(class_start, "character class")
             if last_code < first_code:
-                raise self.error_at("this range ends before it begins", class_start)
+                raise self.error_at("this character range ends before it begins", class_start)
             ranges.append((first_code, last_code))
         self.position += 1
         if not ranges and not is_negated:
-            raise self.error_at("this class has no characters", class_start)
+            raise self.error_at("this character class is empty", class_start)
         complement = complement_ranges(ranges)
         return self.make_expression(CharacterClass, complement if is_negated else complement_ranges(complement))
 

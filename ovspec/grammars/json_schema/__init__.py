@@ -109,7 +109,7 @@ def compile_schema(
     except CircularSchemaError as error:
         raise OvspecError(f"{error}: the schema is infinitely recursive; add a non-recursive alternative.") from None
     except RecursionError:
-        raise OvspecError("#: the schema is nested too deeply; split it into named parts.") from None
+        raise OvspecError("#: the schema is nested too deeply; move parts of it into $defs.") from None
 
 
 def says_unsatisfiable(problem: str) -> bool:

@@ -181,7 +181,7 @@ class SchemaChecker:
                 if not (isinstance(value, str) and re.match(dialect_pattern, value)):
                     self.first_pointer_by_ignored_keyword.setdefault(f"$schema {value!s:.80}", pointer)
             case "x-guidance":
-                raise OvspecError(f"{pointer}: this is allowed only at the top of the schema.")
+                raise OvspecError(f"{pointer}: x-guidance is allowed only at the top of the schema.")
 
     def _check_pattern(self, pattern: str, pointer: str) -> bool:
         """Return whether ``pattern`` can be enforced; raises OvspecError if it can't but must be."""
@@ -252,7 +252,7 @@ def check_writable(value: JsonValue, pointer: str) -> None:
         elif isinstance(value_part, str) and (
             match := re.search(r"[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", value_part)
         ):
-            raise OvspecError(f"{pointer}: the character U+{ord(match.group()):04X} can't be written; leave it out.")
+            raise OvspecError(f"{pointer}: the character U+{ord(match.group()):04X} can't be generated; leave it out.")
 
 
 def require_condition(condition: JsonValue, pointer: str, expected: str) -> None:

@@ -50,7 +50,7 @@ def write_parameters_as_lark(
     text_names = set[str]()
     for objects in rules.graph.find_shape(rules.graph.root_node).by_type.get("object", ()):
         if isinstance(objects, UnenforceableValues):
-            raise make_refusal(objects.pointer, objects.reason)
+            raise make_refusal(objects.pointer, objects.obstacle)
         assert isinstance(objects, Objects)
         if close_objects:
             objects = close_object(objects)

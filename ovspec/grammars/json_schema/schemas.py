@@ -362,7 +362,7 @@ class SchemaGraph:
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
             enforceable = tuple(option for option in alternatives if not isinstance(option, UnenforceableValues))
-            reason = "its options may overlap, so they can't be enforced"
+            reason = "its options may overlap, so oneOf can't be enforced"
             by_type[json_type] = enforceable or (UnenforceableValues(pointer, reason),)
         return ValueShape(by_type)
 

@@ -26,7 +26,7 @@ class UnenforceableValues:
     """
 
     pointer: str  # JSON pointer of the keyword
-    reason: str
+    obstacle: str
     dispensable: bool = False
     non_integers: bool = False
 

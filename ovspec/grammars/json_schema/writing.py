@@ -177,7 +177,7 @@ def write_node_alternatives(rules: RuleWriter, node: SchemaNode, close_objects: 
         enforceable = [alternative for alternative in alternatives if not isinstance(alternative, UnenforceableValues)]
         for alternative in alternatives:
             if isinstance(alternative, UnenforceableValues) and not (enforceable and alternative.dispensable):
-                raise make_refusal(alternative.pointer, alternative.reason)
+                raise make_refusal(alternative.pointer, alternative.obstacle)
         expressions.update((write_alternative(rules, alternative, close_objects), None) for alternative in enforceable)
     return " | ".join(expressions)
 
@@ -213,7 +213,7 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
     name_alternatives = rules.graph.find_shape(objects.name_node).by_type.get("string", ())
     for alternative in name_alternatives:
         if isinstance(alternative, UnenforceableValues):
-            rules.refuse_part(alternative.pointer, alternative.reason)
+            rules.refuse_part(alternative.pointer, alternative.obstacle)
     name_strings = [strings for strings in name_alternatives if isinstance(strings, Strings)]
     objects = add_names_as_properties(objects, name_strings)
     colon = rules.write_separator(rules.style.key_separator)

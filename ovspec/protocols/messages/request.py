@@ -42,7 +42,7 @@ def read_messages_request(body: MessagesRequest) -> TextRequest:
     overrides = read_overrides(body)
     ignored = IgnoredNames()
     if overrides.values.get("max_tokens") == 0:
-        raise RequestError("`max_tokens` is 0; it must be at least 1, or -1.", "max_tokens")
+        raise RequestError("`max_tokens` is 0; it must be at least 1, or -1 for no limit.", "max_tokens")
     if body.stop_sequences:
         overrides.set_option("stop", body.stop_sequences, "stop_sequences")
     read_tool_options(body, overrides, ignored)
@@ -253,7 +253,7 @@ def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
 
 def read_block_string(block: JsonObject, field: str) -> str:
     if not isinstance(text := block.get(field), str):
-        raise make_message_error(f"a block of the type {block['type']} needs a string as {field}.")
+        raise make_message_error(f"a content block of the type {block['type']} needs a string in its field {field}.")
     return text
 
 

@@ -38,7 +38,7 @@ def read_responses_request(body: Any) -> TextRequest:
     if body.max_output_tokens is not None:
         overrides.set_option("max_tokens", body.max_output_tokens, "max_output_tokens")
     if body.max_output_tokens == 0:
-        raise make_field_error("max_output_tokens", "it must be at least 1, or -1.")
+        raise make_field_error("max_output_tokens", "0 is too small; it must be at least 1, or -1 for no limit.")
     read_reasoning_options(body.reasoning or {}, overrides, ignored)
     read_text_format(body.text or {}, overrides, ignored)
     included_names = body.include or []
@@ -199,7 +199,7 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
         else:
             ignored[f"input.{item_type}"] = None
     if not messages:
-        raise make_field_error("input", "it has no message to answer; add a message.")
+        raise make_field_error("input", "there is no message to answer; add a message.")
     return messages
 
 
@@ -256,7 +256,7 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
 def read_item_string(item: JsonObject, field: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
     if not isinstance(field_value := item.get(field), str):
-        raise make_field_error("input", f"an item of the type {item['type']} needs a string as {field}.")
+        raise make_field_error("input", f"an item of the type {item['type']} needs a string in its field {field}.")
     return field_value
 
 
@@ -280,9 +280,10 @@ def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
         if text_only:
             raise make_field_error("input", f"a part of the type {part_type!s:.40} is not supported; send text.")
         return describe_omitted_part(part_type, ignored)
-    text = part.get("refusal" if part_type == "refusal" else "text")
+    field = "refusal" if part_type == "refusal" else "text"
+    text = part.get(field)
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_field_error("input", f"a part of the type {part_type} needs a string as text.")
+        raise make_field_error("input", f"a content part of the type {part_type} needs a string in its field {field}.")
     return text

@@ -247,7 +247,9 @@ def test_other_settings_need_another_folder(distil: Distilling, monkeypatch: pyt
         ({"text": (notes,)}, "another `text`"),
         ({"draft_vocabulary": 9}, "another `draft_vocabulary`"),
     ):
-        with pytest.raises(OvspecError, match=rf"\.out\.distill: was started with {told}; use the same to resume"):
+        with pytest.raises(
+            OvspecError, match=rf"\.out\.distill: contains work with {told}; use the same options to " r"resume"
+        ):
             distil.run(**options)
     assert distil.run(minutes=9, tokens=7, size_limit=1) == 130, "these may change"
 
