@@ -2,26 +2,22 @@
 
     python scripts/bench/chats.py MODEL --out FILE [--ways lookup head lookup,head genai ...] [--draft NAME=PATH]...
 
-MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; its text
-is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first. The kinds completion
-(code), prose and JSON have texts to go on with: without an end, or a JSON text by a schema after another one of it.
-With --documents there are also the texts that 'ovspec distill' has held out.
+MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'. The chats
+are in chats.json; held-out chats come first. The kinds completion (code), prose and JSON are texts to be continued.
+--documents adds the texts held out by 'ovspec distill'.
 
-A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
-optimum, torch, or ovspec in a process of its own: "ovspec", "ovspec-fast" with fast arithmetic, and "ovspec-before",
-which is the checkout that --against names. "@K" fixes the lookahead, as in "lookup@4" or "genai-head@2"; of peers, only
-genai's drafters and llamacpp-head take one, and genai's need it. Of JSON, "plain" chooses each token, "forced" takes
-several at a time where the schema leaves no choice, and "free" is as long without the schema. --draft names what a way
-loads: a head or draft model of ovspec's, "genai-head" the same head by 'optimum-cli export openvino --task
-text-generation-with-past --trust-remote-code', and "llamacpp-head" its GGUF file, by 'convert_hf_to_gguf.py HEAD
---target-model-dir CHECKPOINT'.
+A way is "plain"; drafters, as in ovspec's --draft; or a peer: genai or llamacpp, alone or with -lookup or -head,
+optimum, torch, or ovspec in its own process: "ovspec", "ovspec-fast" (fast arithmetic) and "ovspec-before" (the
+checkout named by --against). "@K" fixes the lookahead, as in "lookup@4"; of the peers, genai's drafters need it, and
+llamacpp-head takes it. For JSON, "plain" chooses each token, "forced" takes several at a time where the schema leaves
+no choice, and "free" generates as many tokens without the schema. --draft names the file of a way: ovspec's head or
+draft model; "genai-head", the same head from 'optimum-cli export openvino --task text-generation-with-past
+--trust-remote-code'; or "llamacpp-head", its GGUF file from 'convert_hf_to_gguf.py HEAD --target-model-dir CHECKPOINT'.
 
-Every turn of a prompt is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
-goes on; with more ways, kinds, prompts, turns, contexts or batches it adds what is missing, each time beside plain
-decoding. At the end the tables of all that FILE has are printed. Use an idle machine.
-
-Each answer ends where the model ends it, after --tokens tokens at most; peers generate as many tokens as ovspec, and
-all but ovspec only greedily. A batch has prompts of one kind, over again if there are fewer.
+Each measured turn is a line of FILE. The same command resumes a stopped bench; further ways, kinds, prompts, turns,
+contexts or batches are added, each beside plain decoding. At the end, all tables of FILE are printed. Use an idle
+machine. Answers end where the model ends them, or after --tokens tokens; peers generate as many tokens as ovspec, and
+are greedy. A batch has prompts of one kind, repeated if there are too few.
 """
 
 from __future__ import annotations

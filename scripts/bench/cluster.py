@@ -3,13 +3,12 @@
     python scripts/bench/cluster.py measure DIR [--lines 200] [--tokens 48] [--turns 3] [--json OUT]
     python scripts/bench/cluster.py simulate OUT [--workers 1,10,100,1000] [--hours 1] [--lines-per-hour N] [...]
 
-measure: in turns, in fresh processes. Each way also answers a single line, which is its start-up: "lines" is the time
-    of all lines without it. "half" is one worker with half of the processors, beside which nothing runs. Then the
-    object store ships the model, and the driver takes groups of lines that need no time. Use an idle machine.
-simulate: from the figures of one machine. Each worker answers four groups of lines at a time, one driver hands out all
-    groups and keeps the answers, machines get the model from those that have it, and some workers are slow or are taken
-    away. First two workers of half a machine are simulated, which were measured, too; then clusters of --workers
-    machines, each with lines for --hours.
+measure: in turns, in fresh processes. "lines" excludes the start-up, measured with a single line. "half" is one worker
+    on half of the processors, alone. Then the object store ships the model, and the driver runs groups of lines of no
+    duration. Use an idle machine.
+simulate: extrapolates the figures of one machine. A worker runs four groups of lines at a time; one driver distributes
+    groups and keeps answers; machines get the model from each other; some workers are slow or get lost. First two
+    workers of half a machine, as measured, then clusters of --workers machines, each with lines for --hours.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 
 On the demo pair, three tokens are sampled at temperature 1; their exact probabilities come from the target's logits
 after every prefix. With top_k 3 there are 27 outcomes, and any other text is impossible. Without top_k, all tokens
-except the three likeliest are one outcome, which ends the text. Everything runs in f32 without dynamic quantisation, so
-that only the sampling is tested. A small p-value (say below 1e-4) means that the distribution differs. Plain sampling
-and ovspec are the controls.
+except the three likeliest are one outcome, which ends the text. Everything runs in f32 without dynamic quantisation, to
+test only the sampling. A p-value below 1e-4 means: the distribution differs. Plain sampling and ovspec are controls.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
     python scripts/bench/exactness.py cache DIR [DIR ...]
     python scripts/bench/exactness.py processors DIR [DIR ...] [--isa AVX2,AVX512_CORE] [--engines paged,stateful]
 
-texts: counts the greedy texts that lookup and a draft change, with fast and with exact arithmetic. ``verify`` then
-    checks every token, of theirs and of plain texts, by one forward pass.
-cache: how far logits move when tokens are rolled back and fed again on the stateful engine, whose dead slots stay where
-    they are until they are compacted, for each arithmetic and type of KV cache. DIR should have f32 weights. The last 4
-    of 204 tokens are fed again as before, the same after the cache was compacted, and the last 100 and 4 that were
-    first fed as 200 and 4. The figures are the largest change of a logit in standard deviations of the logits.
-processors: finds the rule for each instruction set that this processor has, each in a process of its own, capped to
-    it. "Differ in fast" is the share of the positions that have other bits in fast arithmetic. The prices are times by
-    the rule, in those of fast arithmetic: of a token after 128 tokens, and of a prompt of 1024; the two take turns.
+texts: counts the greedy texts changed by lookup and a draft, with fast and with exact arithmetic. Then ``verify``
+    checks every token of these texts and of plain texts by one forward pass.
+cache: how far logits move after a rollback on the stateful engine, where dead slots stay until compaction, for each
+    arithmetic and KV cache precision: the largest change of a logit, in standard deviations of the logits. The last 4
+    of 204 tokens are fed again unchanged, the same after compaction, and the last 100 and 4 first fed as 200 and 4.
+    DIR should have f32 weights.
+processors: finds the rule for each instruction set of this processor, each in its own, capped process. "Differ in
+    fast" is the share of positions with other bits in fast arithmetic. The prices of the rule, for a token after 128
+    tokens and for a prompt of 1024, are multiples of fast arithmetic's time; the two take turns.
 """
 
 from __future__ import annotations

@@ -5,15 +5,13 @@
     python scripts/bench/sessions.py prefixes DIR [--checkpoint DIR] [--peers genai,llamacpp] [--prompt 1000] [--new 20]
 
 program: appends a piece of 36 tokens and generates 2, twenty times (after the experiment in guidance's document on
-    "guidance acceleration"): in a session that heals the end of each piece, in one that doesn't, and with each step
-    from scratch. There is no draft and no lookup.
-chat: has a message of about 60 tokens in each turn. It measures the time to the first token of each answer, in a
-    session and with the whole chat read again.
-prefixes: a prompt of --prompt tokens is answered with 8 tokens, and then once more, followed by its answer and --new
-    tokens: in turns with the peers, each time another prompt. The share is that of the next turn's time in that of the
-    whole prompt's. Then a chat of --steps turns grows by --new tokens and an answer each.
-
-Use an idle machine.
+    "guidance acceleration"): in a session with healing at the end of each piece, in a session without, and with each
+    step from scratch. There is no draft and no lookup.
+chat: each turn has a message of about 60 tokens. Measures the time to the first token of each answer, in a session and
+    with the whole chat prefilled again.
+prefixes: a prompt of --prompt tokens is answered with 8 tokens; then the same again, followed by its answer and --new
+    tokens: in turns with the peers, each time with another prompt. The share is the next turn's time divided by the
+    whole prompt's. Then a chat of --steps turns grows by --new tokens and an answer each. Use an idle machine.
 """
 
 from __future__ import annotations

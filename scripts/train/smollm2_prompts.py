@@ -2,9 +2,9 @@
 
     python scripts/train/smollm2_prompts.py prompts.jsonl [--count 12000]
 
-What a small model asks itself are short questions. A head that has only seen those guesses badly where people paste
-code or a document. So functions, docstrings, manuals and package metadata of the Python installation become chats of
-the kinds of scripts/bench/chats.json, whose texts are ours and play no part here. The model writes all answers.
+A small model asks itself short questions; a head trained only on these proposes badly for pasted code or documents. So
+functions, docstrings, manuals and package metadata of the Python installation become chats of the kinds in
+scripts/bench/chats.json, without its texts. The model writes all answers.
 """
 
 from __future__ import annotations

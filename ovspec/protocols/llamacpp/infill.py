@@ -43,7 +43,7 @@ class InfillRequest(OpenAIBody, OtherServersFields):
         description="Parts of other files, as objects with filename and text. If the prompt is too long, the first "
         "parts are left out.",
     )
-    prompt: str | None = Field(None, description="The beginning of the generated text.")
+    prompt: str | None = Field(None, description="Beginning of the text in the gap, to be continued.")
     response_fields: Annotated[list[str], FAIL_FAST] | None = Field(
         None,
         description='Fields to return, such as "content" or "timings/prompt_n", under these names; unknown names are '
