@@ -157,8 +157,8 @@ draft_option = click.option(
     "DRAFT is a draft model or head (a folder, GGUF file or hub id); draft (the draft exported with MODEL); head, mtp "
     "or self (the same, but only an EAGLE-3 head, an MTP layer, or MODEL's first layers); lookup (prompt lookup: find "
     "the last tokens earlier in prompt and text, and propose the tokens after them); lookup,DRAFT (DRAFT proposes if "
-    "lookup finds nothing good); or none.  [default: lookup if its proposals cost no time, as measured at the first load; "
-    "otherwise none]",
+    "lookup finds nothing good); or none.  [default: lookup if its proposals cost no time, as measured at the first "
+    "load; otherwise none]",
 )
 session_option = click.option(
     "--session",
