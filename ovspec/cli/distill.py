@@ -72,8 +72,8 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
 
     The draft is a new head by default: a layer on MODEL's hidden states, trained to predict MODEL's next tokens. No
     training data is needed: MODEL writes texts for it. Your own texts (--text) raise the acceptance rate on similar
-    texts. OUTPUT gets a checkpoint, its export and a model card. If MODEL is a folder exported without a draft, the
-    result becomes its draft.
+    texts. The output folder gets a checkpoint, its export and a model card. If MODEL is a folder exported without a
+    draft, the result becomes its draft.
 
     Generation and training alternate, so a first version is ready after some minutes. The progress line shows the
     accepted tokens per forward pass. Ctrl-C ends training with the result so far; the same command resumes it, also

@@ -47,8 +47,8 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     this machine's CPU or GPU.
 
     Times precisions, dynamic quantisation and both engines, for the model in DIR and its draft. A setting is eligible
-    only if it is about as accurate as OpenVINO's default, and if exact arithmetic stays as exact as without it (probed
-    on the CPU). On a GPU, a u8 KV cache is timed but never chosen.
+    only if it is about as accurate as OpenVINO's default, and if arithmetic stays as exact as without the setting
+    (probed on the CPU). On a GPU, a u8 KV cache is timed but never chosen.
 
     The result is saved as a profile, and used for all models of the same shape and weight format on this machine. Use
     an idle machine.

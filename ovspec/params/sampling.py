@@ -102,7 +102,7 @@ class SamplingParams:
         "Subtracted from the logit of each token already generated; 0 is off.", default=0.0, limits=ANY_NUMBER
     )
     frequency_penalty: float = option(
-        "Subtracted from a token's logit once for each time the token was already generated; 0 is off.",
+        "Subtracted from a token's logit once per earlier occurrence in the generated text; 0 is off.",
         default=0.0,
         limits=ANY_NUMBER,
     )
