@@ -23,7 +23,7 @@ COMMANDS = {
     "distill": "Train a draft for MODEL, to generate faster with speculative decoding.",
     "export": "Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.",
     "generate": "Continue PROMPT with MODEL.",
-    "inspect": "Describe the model in DIR and its draft: weights, context, engine, rollback, memory.",
+    "inspect": "Describe the model in DIR: weights, context, engine, rollback, memory.",
     "models": "List or delete the models in the cache.",
     "perplexity": "Measure the perplexity of the model in DIR on the text in FILE.",
     "serve": "Serve MODEL over HTTP, with an OpenAI-compatible API.",

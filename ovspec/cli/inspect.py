@@ -27,10 +27,9 @@ from ovspec.params.option import OptionValue
 def inspect(
     folder: Path | None, verify: bool | None, as_json: bool, report: Path | None, **runtime: OptionValue
 ) -> None:
-    """Describe the model in DIR (by default the embedded demo pair) and its draft: weights, context, engine, rollback,
-    memory.
+    """Describe the model in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
 
-    Rollback is the way to remove rejected tokens from the KV cache.
+    The draft in DIR, if any, is described too. Rollback is the way to remove rejected tokens from the KV cache.
 
     \b
     Examples:
