@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -85,48 +85,63 @@ def python_reference() -> str:
 def endpoints_reference() -> str:
     """Return the endpoints of 'ovspec serve' with the fields of their requests."""
     document = make_app(SimpleNamespace(lm=None, model_names=[], options=ServeParams())).openapi()  # type: ignore[arg-type]
-    schemas, listed = document["components"]["schemas"], dict[str, str]()  # body -> its first path
+    schemas, paths = document["components"]["schemas"], dict[str, str]()  # body -> its first path
+    texts = [field_rows(schema) for schema in schemas.values() if "return_record" in schema.get("properties", ())]
+    common = [row for row in texts[0] if all(row in rows for rows in texts)]
     parts = [
         f"# Endpoints\n\n{MADE}\nThe endpoints of `ovspec serve` ([how to use it](../how-to/serve.md)). The OpenAPI "
-        "document is at `/openapi.json`. Fields may be left out or null, unless required. Unknown fields are "
+        "document is at `/openapi.json`. Fields may be left out or null, unless marked as required. Unknown fields are "
         "ignored, and up to 16 of them are listed in the response header `X-Ovspec-Ignored`; with `--strict-fields` "
-        "they are refused.\n"
+        "they are refused. Names in the same row are synonyms.\n",
+        f"## Common fields\n\nThe fields of all endpoints for texts:\n\n{field_table(common)}",
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             parts.append(f"## {method.upper()} {path}\n\n{operation['summary']}\n")
             if "requestBody" in operation:
                 name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
-                if (first := listed.setdefault(name, path)) == path:
-                    parts.append(field_table(schemas[name]))
-                else:
+                rows = field_rows(schemas[name])
+                if (first := paths.setdefault(name, path)) != path:
                     parts.append(f"Fields: as for `{first}`.\n")
+                    continue
+                parts += ["The [common fields](#common-fields), and:\n"] * (rows in texts)
+                parts.append(field_table(row for row in rows if row not in common))
+    titles = {HAS_NO_EFFECT: "Ignored fields", NOT_SUPPORTED: "Fields refused except with null or these values"}
+    for kind, title in titles.items():
+        users = dict[str, list[str]]()  # field -> paths
+        for name, path in paths.items():
+            for field, entry in schemas[name]["properties"].items():
+                if entry["description"] == kind:
+                    values = " or ".join(f"`{json.dumps(value)}`" for value in entry.get("enum", [None])[:-1])
+                    users.setdefault(f"`{field}`" + f" ({values})" * bool(values), []).append(f"`{path}`")
+        table = field_table(((field, ", ".join(users[field])) for field in users), "fields | endpoints")
+        parts.append(f"## {title}\n\n{table}")
     parts.append(
         '## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`, as in OpenAI\'s API. Under '
         '`/v1/messages` it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, as in Anthropic\'s.\n'
     )
-    rows = [f"| {status} | {meaning} |" for status, meaning in ERROR_DESCRIPTIONS.items()]
-    parts.append("\n".join(["| status | meaning |", "|---|---|", *rows]))
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, field_table(((str(s), m) for s, m in ERROR_DESCRIPTIONS.items()), "status | meaning")])
 
 
-def field_table(schema: dict[str, Any]) -> str:
-    """Return the fields of a request as a table; fields without effect and unsupported fields follow in a line each."""
-    lines, idle, unmet = ["| field | type | meaning |", "|---|---|---|"], list[str](), list[str]()
-    for name, field in schema["properties"].items():
-        if field["description"] == HAS_NO_EFFECT:
-            idle.append(f"`{name}`")
-            continue
-        if field["description"] == NOT_SUPPORTED:
-            values = [f"`{json.dumps(value)}`" for value in field.get("enum", ()) if value is not None]
-            unmet.append(f"`{name}`" + f" ({' or '.join(values)})" * bool(values))
-            continue
-        required = " Required." * (name in schema.get("required", ()))
-        meaning = field["description"].replace("|", "\\|")
-        lines.append(f"| `{name}` | {json_type(field)} | {meaning}{required} |")
-    without = f"\nAccepted, but without effect: {', '.join(idle)}.\n" if idle else ""
-    refused = f"\nNot supported, except null and these values: {', '.join(unmet)}.\n" if unmet else ""
-    return "\n".join(lines) + "\n" + without + refused
+def field_rows(schema: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, type and meaning) of a request's fields, if supported and with an effect."""
+    return [
+        (
+            f"`{name}`" + " (required)" * (name in schema.get("required", ())),
+            f"{json_type(field)} | {field['description']}",
+        )
+        for name, field in schema["properties"].items()
+        if field["description"] not in (HAS_NO_EFFECT, NOT_SUPPORTED)
+    ]
+
+
+def field_table(rows: Iterable[tuple[str, str]], head: str = "field | type | meaning") -> str:
+    """Return a table of (name, other cells), with one row for all names with the same cells."""
+    names = dict[str, list[str]]()
+    for name, cells in rows:
+        names.setdefault(cells, []).append(name)
+    lines = [f"| {', '.join(same)} | {cells} |" for cells, same in names.items()]
+    return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *lines]) + "\n"
 
 
 def json_type(field: dict[str, Any]) -> str:
@@ -139,12 +154,9 @@ def json_type(field: dict[str, Any]) -> str:
     if "$ref" in field or field.get("type") == "object":
         return "object"
     if field.get("type") == "array":
-        return f"list of {plural(json_type(field['items']))}"
+        kind = json_type(field["items"])
+        return f"list of {kind.replace('list', 'lists', 1)}" if kind.startswith("list") else f"list of {kind}s"
     return field.get("type", "any")
-
-
-def plural(kind: str) -> str:
-    return kind.replace("list of", "lists of", 1) if kind.startswith("list of") else f"{kind}s"
 
 
 def signature(name: str, what: Any) -> str:
@@ -167,13 +179,13 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
 
 def option_table(table: Mapping[str, Option]) -> str:
     """Return a table of options with their types, defaults and help."""
-    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    rows = []
     for name, option in table.items():
         default = option.default_text or str(option.default) * isinstance(option.default, bool)
         meaning = markdown(" ".join(filter(None, (option.help, option.python_extra_help))))
-        cells = (f"`{name}`", f"`{type_name(option.value_type)}`", default, meaning)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
+        cells = (f"`{type_name(option.value_type)}`", default, meaning)
+        rows.append((f"`{name}`", " | ".join(cell.replace("|", "\\|") for cell in cells)))
+    return field_table(rows, "option | type | default | meaning").rstrip()
 
 
 def type_name(kind: Any) -> str:

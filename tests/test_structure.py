@@ -64,7 +64,7 @@ def test_the_road_of_a_prompt_is_the_one_in_the_docs(demo: ovspec.LanguageModel)
         demo.generate("def fib(", max_tokens=8)
     finally:
         sys.setprofile(None)
-    assert road.files == listed_under("The road of a prompt")
+    assert road.files == listed_under("The path of a prompt")
     assert len(road.stops) <= 54
 
 
@@ -85,7 +85,7 @@ def test_the_road_of_a_command_is_the_one_in_the_docs(
         CliRunner().invoke(generate, arguments)
     finally:
         sys.setprofile(None)
-    assert road.files == listed_under("The road of a command")
+    assert road.files == listed_under("The path of a command")
     assert len(road.stops) <= 82
 
 
@@ -140,7 +140,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.Monkey
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
     engine.stop()
-    assert {*road.files} == {*listed_under("The road of a request")}  # threads take turns as they like
+    assert {*road.files} == {*listed_under("The path of a request")}  # threads take turns as they like
     assert len(road.files) <= 21
 
 

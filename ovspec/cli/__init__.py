@@ -20,13 +20,13 @@ COMMANDS = {
     "bench": "Benchmark MODEL with plain decoding and each drafter.",
     "chat": "Chat with MODEL.",
     "devices": "List the available devices.",
-    "distill": "Train a head or draft for MODEL, for faster generation.",
+    "distill": "Train a draft for MODEL, to generate faster with speculative decoding.",
     "export": "Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.",
     "generate": "Continue PROMPT with MODEL.",
-    "inspect": "Describe the models in DIR: weights, context, engine, rollback, memory.",
+    "inspect": "Describe the model in DIR: weights, context, engine, rollback, memory.",
     "models": "List or delete the models in the cache.",
     "perplexity": "Measure the perplexity of the model in DIR on the text in FILE.",
-    "serve": "Serve MODEL over an OpenAI-compatible API.",
+    "serve": "Serve MODEL over HTTP, with an OpenAI-compatible API.",
     "tune": "Find the fastest settings for the model in DIR, and use them.",
     "verify": "Check every token in RESULT against the model's own choice.",
 }
@@ -61,12 +61,16 @@ class LazyCommands(click.Group):
 def cli() -> None:
     """Fast, lossless text generation on OpenVINO.
 
-    MODEL is an exported folder (made by 'ovspec export'), a checkpoint folder, a GGUF file or a hub id (org/model,
-    org/model@REVISION, org/model:Q4_K_M). A checkpoint or GGUF file is exported at its first use, into the user's
-    cache. DIR is an exported folder or the name of a model in the cache. A source checkout includes a small demo pair.
+    MODEL is a folder made by 'ovspec export'; or a Hugging Face hub id (org/model, org/model@REVISION,
+    org/model:Q4_K_M), a checkpoint folder or a GGUF file, exported at its first use into the user's cache. DIR is a
+    folder made by 'ovspec export', or the name of a model in the cache.
+
+    With --draft, a small draft proposes tokens, and MODEL verifies several of them per forward pass: the text stays
+    the same. In the examples, the folder my-pair contains a model and its draft. Without MODEL, commands use the demo
+    pair embedded in the source checkout.
 
     \b
-    Example:
+    Examples:
       ovspec chat org/model
       ovspec export models/demo-hf/target --draft models/demo-hf/draft -o my-pair
       ovspec generate my-pair "def fib(" --draft --stats

@@ -47,7 +47,7 @@ class RayCommand(click.Command):
 @click.command(cls=RayCommand)
 @click.argument("arguments", nargs=-1, required=True, metavar="[MODEL] FILE")
 @click.option(
-    "-o", "--output", required=True, metavar="FILE", help="File for the results, or a folder if the input is a folder."
+    "-o", "--output", required=True, metavar="FILE", help="File for the results; a folder if the input is a folder."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
 @click.option(
@@ -62,13 +62,13 @@ class RayCommand(click.Command):
     "--cpus-per-worker",
     type=click.IntRange(min=1),
     metavar="N",
-    help="CPUs per worker of --ray.  [default: all CPUs of a NUMA node]",
+    help="With --ray: CPUs per worker.  [default: all CPUs of a NUMA node]",
 )
 @click.option(
     "--mixed",
     is_flag=True,
-    help="With --ray: also use workers with other arithmetic than the first worker's. Each result names the kind of "
-    "its worker.",
+    help="With --ray: also use workers with logits different from the first worker's, for example on another type of "
+    "CPU. Each result then names its worker's numerics.",
 )
 @chat_option
 @system_option
@@ -86,17 +86,17 @@ def batch(
 ) -> None:
     """Generate a text for each line of FILE with MODEL (by default the embedded demo pair).
 
-    FILE may be - for stdin. Each line is a request of OpenAI's batch API, a JSON object with a prompt or messages and
-    options such as max_tokens, temperature, stop or response_format, or a JSON string with a prompt. In a .txt file,
-    each line is a plain prompt. Options in a line override the command's options. --chat and --system apply only to
-    plain prompts. Lines without a seed share the command's seed.
+    A line of FILE (- for stdin) is a request in OpenAI's batch format; a JSON object with prompt or messages, and
+    options such as max_tokens, temperature, stop or response_format; or a JSON string with a prompt. In a .txt file,
+    each line is a prompt. Options in a line override the command's options. --chat and --system apply to prompts, not
+    to OpenAI's requests. Lines without a seed share the command's seed.
 
     Each line yields a line of output, in the same order, with its id (by default the line number). If a line fails,
     its output has an error instead of a text, and the exit code is 1. After Ctrl-C or a kill, the same command
-    continues from OUTPUT.partial.
+    resumes from OUTPUT.partial.
 
     With --ray, FILE may also be a folder of .jsonl, .parquet and .txt files, and FILE and OUTPUT may be in object
-    storage (s3://BUCKET/PATH, gs://BUCKET/PATH). Each input file yields a results file in the folder OUTPUT.
+    storage (s3://BUCKET/PATH, gs://BUCKET/PATH). Each file in a folder yields a results file in the folder OUTPUT.
 
     \b
     Examples:

@@ -21,7 +21,7 @@ from ovspec.params.option import OptionValue
     "prompts",
     multiple=True,
     metavar="TEXT",
-    help="Prompt in place of the built-in prompts. May be repeated.",
+    help="Prompt to use instead of the built-in prompts. May be repeated.",
 )
 @click.option(
     "--prompt-file",
@@ -29,7 +29,7 @@ from ovspec.params.option import OptionValue
     multiple=True,
     type=PATH_TYPE,
     metavar="FILE",
-    help="File with such a prompt; - is stdin. May be repeated.",
+    help="File with a prompt to use instead of the built-in prompts; - is stdin. May be repeated.",
 )
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
 @add_options({name: GENERATE_OPTIONS[name] for name in ("lookahead", "temperature")})
@@ -51,9 +51,9 @@ def bench(
 ) -> None:
     """Benchmark MODEL (by default the embedded demo pair) with plain decoding and each drafter.
 
-    The modes are plain decoding, lookup, the draft model or head (if any), and both drafters together. The modes take
-    turns on each prompt; each turn begins with another mode. The speed-up is the median over all turns of plain
-    decoding's time divided by the mode's time. No gain is shown if speculation saved no inferences. Every text has
+    The modes are plain decoding, prompt lookup, the draft model or head (if any), and both drafters together. For each
+    prompt, the modes run alternately, in changing order. The speed-up is the median of plain decoding's time divided
+    by the mode's time. No speed-up is shown if speculation saved no forward passes. Every text has exactly
     --max-tokens tokens. The built-in prompts are code, an edit and prose. Use an idle machine.
 
     \b

@@ -47,7 +47,7 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 @make_stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance rate; --stats full prints everything."
 )
-@click.option("--web", is_flag=True, help="Chat in a browser: serve MODEL on a free port, and open the page.")
+@click.option("--web", is_flag=True, help="Chat in the browser: serve MODEL on a free port, and open its page.")
 @session_option
 @context_option
 @add_generate_options
@@ -62,14 +62,13 @@ def chat(
 ) -> None:
     """Chat with MODEL (by default the embedded demo pair).
 
-    The chat stays in the KV cache, so each turn only reads the new message. Each line is a message. For a message of
-    several lines, end each line with a backslash, or put three quotes (\"\"\") around the message. On a terminal,
-    Ctrl+O or Alt+Enter begins a new line (in Windows' own terminal, only Ctrl+O).
+    The chat stays in the KV cache, so each turn prefills only the new message. Enter sends a message. For several
+    lines, end each line with a backslash, put three quotes (\"\"\") around the message, or begin new lines with Ctrl+O
+    or Alt+Enter (in Windows' own terminal, only Ctrl+O).
 
-    An empty line continues a truncated answer. Ctrl-C stops the answer and keeps the chat. Answers have up to 1024
-    tokens unless --max-tokens sets another limit. Sampling follows the model's generation config; if it recommends
-    nothing, or with --temperature 0, answers are greedy. /help lists the commands: /reset, /undo, /system, /save,
-    /load, /stats, /exit.
+    An empty line continues a truncated answer. Ctrl-C stops the answer and keeps the chat. Sampling follows the
+    model's generation config; if it recommends nothing, or with --temperature 0, answers are greedy. Commands in the
+    chat: /reset, /undo, /system, /save, /load, /stats, /exit; /help explains them.
 
     \b
     Examples:

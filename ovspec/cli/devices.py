@@ -3,7 +3,7 @@ import click
 
 @click.command()
 def devices() -> None:
-    """List the available devices, with memory, driver, matrix unit (XMX) and KV cache of each GPU.
+    """List the available devices; for a GPU with memory, driver, XMX matrix units and KV cache precision.
 
     \b
     Example:

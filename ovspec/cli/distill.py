@@ -18,38 +18,38 @@ from ovspec.params.option import OptionValue
     metavar="PATH",
     help="Additional training data: a text file, chats in JSONL, or a folder of such files. May be repeated.",
 )
-@click.option("--topics", type=PATH_TYPE, metavar="FILE", help="Topics for the model's training texts, one per line.")
+@click.option("--topics", type=PATH_TYPE, metavar="FILE", help="Topics for the texts written by MODEL, one per line.")
 @click.option(
     "--kind",
     type=click.Choice(("head", "mtp")),
-    help="Train an EAGLE-3 head, or a layer for multi-token prediction.  [default: head]",
+    help="Train an EAGLE-3 head, or an MTP (multi-token prediction) layer.  [default: head]",
 )
 @click.option(
     "--draft",
     metavar="DRAFT",
-    help="Train this draft model, or continue training this head, instead of a new head: a checkpoint folder, a hub "
-    "id, or a folder exported from either.",
+    help="Train this draft model or head further, instead of a new head: a checkpoint folder, a hub id, or a folder "
+    "exported from either.",
 )
 @click.option(
     "--trim-vocabulary",
     type=click.IntRange(1),
     metavar="N",
-    help="Only trim the draft's vocabulary to the N most frequent ids in the texts, without training.",
+    help="Don't train; only trim the vocabulary of the draft model to the N most frequent token ids in the texts.",
 )
 @click.option(
     "--draft-vocabulary",
     type=click.IntRange(1),
     metavar="N",
-    help="Vocabulary size of a head.  [default: 16384]",
+    help="Number of token ids a new head can propose.  [default: 16384]",
 )
 @click.option(
     "--minutes",
     type=click.FloatRange(1),
     metavar="N",
-    help="Time limit over all runs, without downloads.  [default: 180; 10 with --trim-vocabulary]",
+    help="Time limit, including earlier runs, without downloads.  [default: 180; 10 with --trim-vocabulary]",
 )
 @click.option(
-    "--tokens", type=click.IntRange(1), metavar="N", help="Stop after training on N tokens, repetitions included."
+    "--tokens", type=click.IntRange(1), metavar="N", help="Stop after training on N tokens, counting repetitions."
 )
 @click.option("--torch-device", default="cpu", show_default=True, metavar="DEVICE", help="Torch device, such as cuda.")
 @click.option(
@@ -58,27 +58,27 @@ from ovspec.params.option import OptionValue
     default=10.0,
     show_default=True,
     metavar="GB",
-    help="Disk space for features (the model's hidden states on the texts); once it is full, only training continues.",
+    help="Disk space for the training data (the model's hidden states). At the limit, only training continues.",
 )
 @click.option(
     "--work",
     type=PATH_TYPE,
     metavar="DIR",
-    help="Work folder, kept after the run.  [default: a folder beside the output, deleted at the end]",
+    help="Work folder, kept after the run.  [default: next to the output folder, deleted at the end]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an earlier result.")
 def distill(model: str, trim_vocabulary: int | None, draft: str | None, **options: OptionValue) -> None:
-    """Train a head or draft for MODEL, for faster generation on this machine.
+    """Train a draft for MODEL, to generate faster with speculative decoding.
 
-    MODEL is a folder made by 'ovspec export', a checkpoint folder, a GGUF file or a hub id. No data are needed: the
-    model writes its own training texts, and the head learns to predict them. Texts of your own (--text) raise the
-    acceptance rate on similar texts. The result is a checkpoint in OUTPUT with its export and a model card. If MODEL
-    was exported without a draft, the result becomes its draft.
+    The draft is a new head by default: a layer on MODEL's hidden states, trained to predict MODEL's next tokens. No
+    training data is needed: MODEL writes texts for it. Your own texts (--text) raise the acceptance rate on similar
+    texts. The output folder gets a checkpoint, its export and a model card. If MODEL is a folder exported without a
+    draft, the result becomes its draft.
 
-    Generation and training alternate, so a first head is ready after some minutes. The progress line shows the
-    number of accepted tokens per round. Ctrl-C ends training with the result so far; the same command continues later,
-    also after a crash. At the end, plain decoding, the old draft and the new draft are timed in turns on held-out
-    texts. Without a speed-up, the exit code is 3.
+    Generation and training alternate, so a first version is ready after some minutes. The progress line shows the
+    accepted tokens per forward pass. Ctrl-C ends training with the result so far; the same command resumes it, also
+    after a crash. At the end, plain decoding, the old draft and the new draft are timed on held-out texts. Without a
+    speed-up, the exit code is 3.
 
     \b
     Examples:

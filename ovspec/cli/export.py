@@ -25,45 +25,48 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
     "layer in TARGET); or none.  [default: mtp if TARGET has an MTP layer]",
 )
 @click.option(
-    "--draft-layers", type=click.IntRange(1), metavar="N", help="Make a draft from the target's first N layers."
+    "--draft-layers", type=click.IntRange(1), metavar="N", help="Make a draft model from the first N layers of TARGET."
 )
 @click.option("-o", "--output", type=PATH_TYPE, help="Output folder.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an exported pair.")
-@click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it contains an export.")
+@click.option("--list", "list_pairs", is_flag=True, help="List the known pairs, and exit.")
 @click.option("--list-families", is_flag=True, help="List the supported model families, and exit.")
 @click.option(
     "--prepare",
     is_flag=True,
-    help="Download the requirements of the families named as TARGET ('all' for every family), and exit.",
+    help="Download the packages needed to export the model families named as TARGET ('all' for every family), and "
+    "exit.",
 )
 @click.option(
     "--weight-format",
     type=click.Choice(WEIGHT_FORMATS),
-    help="Format of the target's weights; int8 and int4 quantise them, keep leaves quantised weights as they are.  "
+    help="Weight format of the model; int8 and int4 quantise it, keep leaves quantised weights as they are.  "
     "[default: keep if TARGET is quantised, else int8]",
 )
 @click.option(
     "--draft-weight-format",
     type=click.Choice(WEIGHT_FORMATS),
-    help="Format of the draft's weights.  [default: the target's]",
+    help="Weight format of the draft.  [default: the model's]",
 )
 @click.option(
     "--group-size",
     type=int,
-    help="int4: number of weights per scale; -1 for a whole channel.  [default: 128 if it divides all rows]",
+    help="int4: number of weights per scale; -1 for a whole channel.  [default: 128, or less if the layers need it]",
 )
 @click.option(
     "--ratio",
     type=float,
-    help="int4: fraction of the layers in int4, up to 1; the others get int8.  [default: optimum's]",
+    help="int4: fraction of the layers to quantise to int4, up to 1; see --backup-precision for the rest.  [default: "
+    "chosen by optimum-intel; 1 with --calibration]",
 )
 @click.option("--sym", is_flag=True, help="int8 and int4: quantise symmetrically, without zero points.")
 @click.option(
     "--backup-precision",
     type=click.Choice(BACKUP_PRECISIONS),
-    help="int4: format of the layers above 4 bits; none leaves them unquantised.",
+    help="int4: format of the layers not in int4; none leaves them unquantised.  [default: chosen by "
+    "optimum-intel, usually int8_asym]",
 )
-@click.option("--awq", is_flag=True, help="int4: activation-aware scaling; better with --calibration.")
+@click.option("--awq", is_flag=True, help="int4: activation-aware quantisation; more accurate with --calibration.")
 @click.option(
     "--scale-estimation", is_flag=True, help="int4: fit the scales to the calibration text; needs --calibration."
 )
@@ -83,7 +86,7 @@ BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
     "agree on the most likely token.",
 )
 @add_options({"chat_template": LOAD_OPTIONS["chat_template"]})
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code from the checkpoint.")
+@click.option("--trust-remote-code", is_flag=True, help="Allow the export to run Python code from the checkpoint.")
 def export(
     target: tuple[str, ...],
     draft: str | None,
@@ -102,13 +105,14 @@ def export(
 ) -> None:
     """Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.
 
-    TARGET is a folder, a GGUF file, a hub id (org/model, or org/model@REVISION), or the short name of a known pair
-    (--list). A known pair includes its draft; --draft head exports its EAGLE-3 head instead, --draft none no draft.
-    Target and draft must share a vocabulary; an EAGLE-3 head must also match the target's width and layers.
+    TARGET is a checkpoint folder, a GGUF file, a hub id (org/model, org/model@REVISION, org/model:Q4_K_M), or the short
+    name of a known pair of model and draft (--list). A known pair is exported with its draft model; --draft head
+    exports its EAGLE-3 head instead, --draft none no draft. Model and draft must share a vocabulary; an EAGLE-3 head
+    must be trained for TARGET.
 
-    Quantised GGUF files, and checkpoints quantised with GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes, keep
+    Checkpoints quantised with GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes, and quantised GGUF files, keep
     their integers and scales, unless --weight-format int8 or int4 quantises them again. --overwrite replaces the old
-    folder at the very end: an interrupted export leaves it unchanged.
+    folder at the very end, so an interrupted export leaves it unchanged.
 
     \b
     Examples:

@@ -37,27 +37,29 @@ if TYPE_CHECKING:
 
 @click.command(cls=StatsCommand)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
-@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if it could be mistaken for MODEL.")
+@click.option(
+    "-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, if PROMPT could be mistaken for MODEL."
+)
 @click.option(
     "-f",
     "--file",
     "prompt_file",
     metavar="FILE",
-    help="Read the prompt from FILE, without its final newline; - is stdin.",
+    help="Read the prompt from FILE, without the final newline; - is stdin.",
 )
 @click.option(
     "--token-ids", metavar="IDS", help="The prompt as token ids, separated by commas or spaces; no BOS is added."
 )
 @chat_option
 @system_option
-@click.option("--prefill", metavar="TEXT", help="Beginning of the answer, not printed; needs --chat.")
+@click.option("--prefill", metavar="TEXT", help="Beginning of the answer, to be continued; not printed. Needs --chat.")
 @make_stats_option("Print statistics on stderr: tokens, speed and acceptance rate; --stats full prints everything.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
     "--compare",
     is_flag=True,
-    help="Generate with and without --draft (by default the draft in MODEL), at least five times each. Prints both "
-    "texts, whether they are equal (if not, the exit code is 1), and the median speed-up with its range.",
+    help="Generate with and without --draft (by default the draft exported with MODEL), at least five times each. "
+    "Prints both texts, whether they are equal (if not, the exit code is 1), and the median speed-up with its range.",
 )
 @session_option
 @context_option
@@ -81,7 +83,7 @@ def generate(
 
     The prompt comes from PROMPT, --prompt, --file, --token-ids or stdin. If PROMPT is -, it is read from stdin,
     without its final newline. A single argument is MODEL if it is a folder or looks like a path or a hub id. Text
-    goes to stdout, statistics to stderr. --max-tokens 0 only reads the prompt, for example into a --session file.
+    goes to stdout, statistics to stderr. --max-tokens 0 only prefills the prompt, for example into a --session file.
 
     \b
     Examples:

@@ -20,16 +20,16 @@ from ovspec.params.option import OptionValue
     "--report",
     type=FILE_TYPE,
     metavar="FILE",
-    help="Also write a report for ovspec's developers: devices, probes, timings, and a text with and without a "
-    "draft. It contains no names of files or users.",
+    help="Also write a report for ovspec's developers: devices, probes, timings, and a text generated with and "
+    "without a draft. The report contains no names of files or users.",
 )
 @target_options
 def inspect(
     folder: Path | None, verify: bool | None, as_json: bool, report: Path | None, **runtime: OptionValue
 ) -> None:
-    """Describe the models in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
+    """Describe the model in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
 
-    Rollback removes rejected tokens from the KV cache.
+    The draft in DIR, if any, is described too. Rollback is the way to remove rejected tokens from the KV cache.
 
     \b
     Examples:

@@ -22,8 +22,8 @@ REMOVE_WORD = "rm"
 def models(arguments: tuple[str, ...], prune: float | None) -> None:
     """List or delete the models in the cache.
 
-    Each line shows a model's name, source, weight format, size, last use, and draft or head, if any. Name a
-    model as listed, or by its source. 'rm' deletes models, except models in use by a process.
+    Each line shows a model's name, source, weight format, size, last use, and draft or head, if any. 'rm' deletes
+    models by name or source. Models in use by a process are kept.
 
     \b
     Examples:

@@ -153,27 +153,26 @@ draft_option = click.option(
     is_flag=False,
     flag_value=EXPORTED_DRAFT,
     metavar="[DRAFT]",
-    help="Speculative decoding. Without a value: the draft in MODEL, or a known draft for it. DRAFT is a draft model "
-    "or head (a folder, GGUF file or hub id, like MODEL); head (MODEL's EAGLE-3 head); mtp (MODEL's MTP layer); "
-    "self (MODEL's draft from --draft-layers); lookup (prompt lookup: the continuation of the same last tokens "
-    "earlier in the text); lookup,draft or lookup,DRAFT (the model proposes if lookup finds nothing good); or "
-    "none.  [default: lookup if its proposals cost nothing, as measured at the first load (exact arithmetic, "
-    "paged engine); otherwise none]",
+    help="Speculative decoding with DRAFT. Without a value: the draft exported with MODEL, or a known draft for it. "
+    "DRAFT is a draft model or head (a folder, GGUF file or hub id); draft (the draft exported with MODEL); head, mtp "
+    "or self (the same, but only an EAGLE-3 head, an MTP layer, or MODEL's first layers); lookup (prompt lookup: find "
+    "the last tokens earlier in prompt and text, and propose the tokens after them); lookup,DRAFT (DRAFT proposes if "
+    "lookup finds nothing good); or none.  [default: lookup if its proposals cost no time, as measured at the first "
+    "load; otherwise none]",
 )
 session_option = click.option(
     "--session",
     type=FILE_TYPE,
     callback=check_session_folder,
     metavar="FILE",
-    help="Continue the text or chat in FILE, if the file exists; at the end, save the session with its KV cache to "
-    "FILE.",
+    help="Continue the text or chat in FILE, if it exists; at the end, save the session with its KV cache to FILE.",
 )
 context_option = click.option(
     "--context",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Context length: limit for prompt and text together, in tokens. Prints the size of its KV cache.  [default: "
-    "the model's]",
+    help="Context length: limit for prompt and text together, in tokens. Also prints the size of its KV cache.  "
+    "[default: the model's]",
 )
 chat_option = click.option(
     "--chat/--raw",

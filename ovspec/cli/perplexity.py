@@ -22,8 +22,8 @@ from ovspec.params.option import OptionValue
 def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: OptionValue) -> None:
     """Measure the perplexity of the model in DIR on the text in FILE; - is stdin.
 
-    The text is read in windows, each overlapping the previous window by half. Every token except the first is scored
-    once. After the first window, each token has at least half a window of context.
+    The text is scored in windows; each window overlaps the previous window by half. Every token except the first is
+    scored once. After the first window, each token has at least half a window of context.
 
     \b
     Example:

@@ -20,18 +20,17 @@ from ovspec.params.serving import SERVE_OPTIONS, ServeParams
 @draft_option
 @add_options(LOAD_OPTIONS)
 def serve(model: str | None, **all_options: OptionValue) -> None:
-    """Serve MODEL (by default the embedded demo pair) over an OpenAI-compatible API.
+    """Serve MODEL (by default the embedded demo pair) over HTTP, with an OpenAI-compatible API.
 
-    Requests are generated with continuous batching; drafts, grammars and samplers all work. With exact arithmetic a
-    request's text is the same as from 'ovspec generate', regardless of other requests. Sampling defaults come from the
-    model's generation config; --temperature overrides the temperature. Open the server's address in a
-    browser to chat.
+    Anthropic's Messages API and llama.cpp's /infill work too. Open the server's address in a browser to chat.
+
+    Requests share forward passes (continuous batching), also with drafts, grammars and sampling. With exact arithmetic
+    a request's text is the same as from 'ovspec generate', regardless of other requests. Sampling defaults come from
+    the model's generation config; --temperature overrides the temperature.
 
     While MODEL is being exported, the server already listens: it answers with status 503, and /ready reports the
-    progress.
-
-    Without an API key, only clients on this machine are served. --api-key-file names a file with keys, one per line;
-    OVSPEC_API_KEY holds a single key. After SIGTERM or Ctrl-C, running requests finish; a second signal ends them.
+    progress. Without an API key, the server accepts only clients on this machine. After SIGTERM or Ctrl-C, running
+    requests finish; a second signal ends them.
 
     \b
     Examples:

@@ -32,25 +32,26 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
     type=click.Choice(GOALS),
     default="balanced",
     show_default=True,
-    help="Minimise the time per generated token (decode), the prefill time (prefill), or both (balanced); accuracy "
-    "is balanced, restricted to settings with a KL divergence from f32 of at most 1e-6 nats.",
+    help="Minimise the time per generated token (decode), the prefill time (prefill), or both (balanced); accuracy: "
+    "like balanced, but only with settings within a KL divergence of 1e-6 nats from f32.",
 )
 @add_options({"device": LOAD_OPTIONS["device"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--cache-dir",
     type=FOLDER_TYPE,
-    help="Folder for compiled models and profiles; use the same folder in other commands.  [default: the user's cache]",
+    help="Folder for compiled models and profiles; give it to other commands too.  [default: the user's cache]",
 )
 def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cache_dir: Path | None) -> None:
     """Find the fastest settings for the model in DIR (by default the embedded demo pair), and use them from now on, on
     this machine's CPU or GPU.
 
-    Tries precisions, dynamic quantisation and both engines, for the target and the draft in DIR. A setting is chosen
-    only if its output is about as accurate as with OpenVINO's default, and if exact arithmetic stays as exact as
-    without a profile (probed on the CPU). On a GPU, a u8 KV cache is measured but never chosen.
+    Times precisions, dynamic quantisation and both engines, for the model in DIR and its draft. A setting is eligible
+    only if it is about as accurate as OpenVINO's default, and if arithmetic stays as exact as without the setting
+    (probed on the CPU). On a GPU, a u8 KV cache is timed but never chosen.
 
-    The result is saved as a profile, shared by models of the same shape and weight format. Use an idle machine.
+    The result is saved as a profile, and used for all models of the same shape and weight format on this machine. Use
+    an idle machine.
 
     \b
     Examples:

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue) -> None:
     """Check every token in RESULT against the model's own choice.
 
-    RESULT is the output of 'ovspec generate --json' or 'ovspec batch'; - is stdin. A single forward pass over prompt
-    and text checks each token, greedy or sampled with its seed, with grammars, penalties and healing. By default the
-    model runs with the settings recorded in RESULT. The exit code is 1 if a token differs.
+    RESULT is the output of 'ovspec generate --json' or 'ovspec batch'; - is stdin. The model computes each text in a
+    single forward pass, and each token is compared with the model's choice: the most likely token or, with a
+    temperature, the token sampled with the recorded seed. By default the model runs with the settings recorded in
+    RESULT. The exit code is 1 if a token differs.
 
     \b
     Example:

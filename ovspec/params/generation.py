@@ -36,13 +36,15 @@ class Params(SamplingParams):
         "Keyword arguments for ``sampler``.", default=None, flags=(), request=False
     )
     accept: AcceptRule = option(
-        "Acceptance rule for sampling. compare: the text is the same with or without a draft. rejection: a higher "
-        "acceptance rate, but only the distribution of the texts stays the same.",
+        "Acceptance rule for proposed tokens when sampling. compare: accept a token equal to the target's own sample; "
+        "the text is the same with or without a draft. rejection: accept more tokens; only the distribution of texts "
+        "stays the same.",
         default="compare",
         request=False,
     )
     lookahead: int | Literal["auto"] | None = option(
-        "Maximum number of tokens proposed per round; 0 is plain decoding, auto adapts it for the best speed.",
+        "Maximum number of tokens proposed per forward pass of the target; 0 is plain decoding, auto adapts it for the "
+        "best speed.",
         default=None,
         limits=LOOKAHEAD,
         default_meaning="auto",
@@ -60,16 +62,16 @@ class Params(SamplingParams):
         request=False,
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
-        "Variables for the model's chat template, such as '{\"enable_thinking\": false}'; the names depend on the "
-        "model. Needs chat messages. The command line also takes a JSON file.",
+        "Variables for the model's chat template, such as '{\"enable_thinking\": false}'; their names depend on the "
+        "model. Only for chats.",
         default=None,
         python_extra_help="In a session, set them at the start: ``lm.session(chat_template_kwargs=...)``.",
-        metavar="JSON",
+        metavar="JSON|FILE",
         parse=parse_json_object,
     )
     tools: Sequence[JsonValue] = option(
-        "Functions for the model to call, in OpenAI's tool format. Needs chat messages. Arguments always match the "
-        "schemas.",
+        "Functions for the model to call, in OpenAI's tool format. The arguments of a call always match the tool's "
+        "schema. Only for chats.",
         default_factory=tuple,
         python_extra_help="Python functions with type hints and a docstring work, too. The calls are in the result's "
         "``tool_calls``.",
@@ -77,25 +79,24 @@ class Params(SamplingParams):
         request_type=list[JsonObject],
     )
     tool_choice: str | Mapping[str, Any] | None = option(
-        "Allowed tool calls: auto, none, required (tool calls without other text), or OpenAI's object for a single "
-        "tool or a list of allowed tools.",
+        "Allowed tool calls: auto (text or calls), none, required (only calls), or OpenAI's object for a single tool "
+        "or a list of allowed tools.",
         default=None,
         default_meaning="auto",
         flags=(),
     )
     parallel_tool_calls: bool = option(
-        "Allow several tool calls per answer, if the model's format does.", default=True, flags=()
+        "Allow several tool calls per answer, if the model's format supports them.", default=True, flags=()
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = option(
-        "Amount of thinking before the answer, for chat templates with such a switch; none turns thinking off. Needs "
-        "chat messages.",
+        "Reasoning effort, for chat templates with such a setting; none turns thinking off. Only for chats.",
         default=None,
         default_meaning="the template's",
         commands=("batch",),
     )
     max_thinking_tokens: int | None = option(
-        "Thinking budget in tokens: at the limit, the thinking ends and the answer begins. -1 for no limit. Needs "
-        "chat messages.",
+        "Thinking budget in tokens: at the limit, thinking ends and the answer begins; -1 for no limit. Only for "
+        "chats.",
         default=None,
         limits=NumberLimits(0, description="0 or more, or -1 for no limit", special_value=-1),
         default_meaning="no limit",
@@ -104,8 +105,7 @@ class Params(SamplingParams):
         aliases=("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"),
     )
     json_schema: Any = option(
-        "The text must be JSON and match this schema; '{}' allows any JSON. Can't be combined with other grammar "
-        "options.",
+        "The text must be JSON and match this schema; '{}' allows any JSON. Not with regex, grammar, gbnf or choice.",
         default=None,
         python_extra_help="A dict, a JSON string, the ``Path`` of a file, a pydantic model or any other type known "
         "to pydantic.",
@@ -115,27 +115,27 @@ class Params(SamplingParams):
     )
     json_schema_mode: Literal["strict", "checked"] = option(
         "strict: refuse a schema if any part of it can't be enforced during generation. checked: enforce as much as "
-        "possible, then check the finished text and report violations of the schema.",
+        "possible, then validate the finished text and report violations.",
         default="strict",
     )
     retries: int = option(
         "If a text violates its schema, generate it again with the next seed, at most this many times. Needs the "
-        "schema mode checked and a temperature above 0.",
+        "JSON schema mode checked and a temperature above 0.",
         default=0,
         limits=NOT_NEGATIVE,
     )
     additional_properties: bool | None = option(
-        "Allow object properties not listed in the schema, where the schema doesn't say.",
+        "Allow unlisted properties in objects without additionalProperties in the schema.",
         default=None,
         default_meaning="yes, but no for pydantic models and response formats",
         flags=("--additional-properties/--no-additional-properties",),
     )
-    compact_json: bool = option("Generate JSON without optional white space, to save tokens.", default=False)
+    compact_json: bool = option("Generate JSON without optional whitespace, to save tokens.", default=False)
     regex: str | None = option(
         "The whole text must match this regular expression (Rust's syntax).", default=None, metavar="PATTERN"
     )
     grammar: str | Path | None = option(
-        "The text must match the rule start of this Lark grammar.",
+        "The text must match this Lark grammar, from its rule start.",
         default=None,
         python_extra_help=PATH_OR_TEXT_HELP,
         metavar="FILE",
@@ -150,25 +150,26 @@ class Params(SamplingParams):
         parse=Path,
         request_type=str,
     )
-    choice: Sequence[str] | None = option("Restrict the text to the given strings.", default=None, metavar="TEXT")
+    choice: Sequence[str] | None = option("The text must be one of the given strings.", default=None, metavar="TEXT")
     constrain_from: int | str | None = option(
-        "Start the grammar inside the prompt: at the last occurrence of TEXT, or at character N (0 is the prompt's "
-        "start, -5 is five characters before its end). The prompt must match from there on.",
+        "Start the grammar inside the prompt: at the last occurrence of a string, or at a character position (0 is "
+        "the prompt's start, -5 is five characters before its end). From there on, the prompt must match too.",
         default=None,
         default_meaning="after the prompt",
-        python_extra_help="A string is a text, an int a character.",
+        python_extra_help="A str is a string to find, an int a position.",
         metavar="TEXT|@N",
         parse=parse_position_or_text,
     )
     max_predict_ms: float = option(
-        "Time limit (ms) after the first token; the text then ends at the next line break. 0 or -1 for no limit.",
+        "Time limit (ms), counted from the first token; the text then ends at the next line break. 0 or -1 for no "
+        "limit.",
         default=0.0,
         limits=NumberLimits(0, description="0 or more, or -1 for no limit", special_value=-1),
         flags=(),
         aliases=("t_max_predict_ms",),
     )
     heal: bool | None = option(
-        "Token healing: regenerate the prompt's last tokens, so a token may span the end of the prompt.",
+        "Token healing: regenerate the prompt's last tokens, so a token may span the prompt's end.",
         default=None,
         python_extra_help="Off by default, except for text appended to a session.",
         commands=("generate", "batch"),

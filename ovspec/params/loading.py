@@ -20,23 +20,25 @@ class RuntimeParams:
         "OpenVINO device of the draft model.", default=None, default_meaning="the target's"
     )
     precision: Literal["f32", "bf16", "f16"] | None = option(
-        "Inference precision of the model.", default=None, default_meaning="the profile's, or the device's own"
+        "Inference precision of the model.",
+        default=None,
+        default_meaning="from the profile (see 'ovspec tune'), or the device's own",
     )
     kv_precision: Literal["f32", "bf16", "f16", "u8"] | None = option(
-        "KV cache precision. u8 takes about half the memory of f16, but a rollback changes its values, so a draft "
-        "may change the text.",
+        "KV cache precision. u8 takes about half the memory of f16, but removing rejected tokens changes its values, "
+        "so a draft may change the text.",
         default=None,
-        default_meaning="the profile's; else the precision on the CPU, f16 on a GPU",
+        default_meaning="from the profile; otherwise as --precision on a CPU, f16 on a GPU",
     )
     engine: Literal["auto", "stateful", "paged"] = option(
-        "KV cache manager: OpenVINO (stateful), or ovspec with a block-wise cache (paged, on a CPU or a GPU). auto "
-        "takes paged if the logits are the same.",
+        "stateful: OpenVINO's own KV cache. paged: a paged KV cache managed by ovspec, on a CPU or a GPU. auto: paged "
+        "if its logits equal the stateful engine's.",
         default="auto",
     )
     arithmetic: Literal["exact", "fast"] | None = option(
-        "exact: the same logits, to the bit, with or without drafts, batches and sessions. fast: faster plain "
-        "decoding over long contexts and, on the stateful engine, faster prefill and batches, but a draft or a batch "
-        "may change the text at near-ties.",
+        "exact: bit-identical logits with or without drafts, batches and sessions. fast: faster plain decoding over "
+        "long contexts and, on the stateful engine, faster prefill and batches; but where two tokens are almost "
+        "equally likely, a draft or a batch may change the text.",
         default=None,
         default_meaning="exact on the CPU, fast if a GPU may be used",
     )
@@ -44,7 +46,7 @@ class RuntimeParams:
         "Number of CPU threads.",
         default=None,
         limits=AT_LEAST_1,
-        default_meaning="the profile's, or OpenVINO's",
+        default_meaning="from the profile, or OpenVINO's",
     )
     properties: Mapping[str, Any] | None = option(
         "OpenVINO property for target and draft; overrides the profile and the other options.",
@@ -77,20 +79,20 @@ class LoadParams(RuntimeParams):
         GENERATE_OPTIONS["lookahead"].help, default="auto", limits=LOOKAHEAD, flags=()
     )
     lookup_corpus: Sequence[str | Path] = option(
-        "Text file as an additional source for prompt lookup.", default_factory=tuple, metavar="FILE"
+        "Additional text file to search, for prompt lookup.", default_factory=tuple, metavar="FILE"
     )
     cache_size: float | None = option(
-        "Memory limit (GB) for all KV caches together: of running texts, of drafts, and of the prefix cache. If memory "
-        "runs out, the youngest text waits, and is prefilled again later; without exact arithmetic, each text reserves "
-        "memory for its maximum length instead.",
+        "Memory limit (GB) for all KV caches together: running texts, drafts and the prefix cache. If memory runs out, "
+        "the youngest text is preempted and prefilled again later. Without exact arithmetic there is no preemption: "
+        "each text reserves memory for its maximum length.",
         default=None,
         limits=POSITIVE,
         default_meaning="the free memory; 80 % of it for ovspec serve",
         metavar="GB",
     )
     cache_memory: float | None = option(
-        "Memory limit (GB) of KV caches before idle entries are evicted. Idle entries serve later texts with the "
-        "same beginning; 0 keeps none.",
+        "Size limit (GB) of the KV caches: above it, idle prefix-cache entries are evicted; 0 turns the prefix cache "
+        "off.",
         default=None,
         limits=NOT_NEGATIVE,
         default_meaning="a quarter of the free memory after loading",
@@ -122,10 +124,10 @@ class LoadParams(RuntimeParams):
         flags=(),
     )
     weight_format: Literal["fp32", "fp16", "bf16", "int8", "int4", "keep"] | None = option(
-        "Weight format of the export, if MODEL must be exported first; keep leaves quantised weights as they are.",
+        "Weight format, if MODEL must be exported first; keep leaves quantised weights as they are.",
         default=None,
-        default_meaning="the existing export's, if any; else keep if MODEL is quantised, int4 if int8 would take "
-        "over a third of the memory, otherwise int8",
+        default_meaning="as in an existing export; otherwise keep if MODEL is quantised, int4 if int8 would take "
+        "over a third of the memory, else int8",
         commands=("batch", "bench", "chat", "generate", "serve"),
     )
 

@@ -35,93 +35,93 @@ class SamplingParams:
         aliases=("max_completion_tokens", "n_predict"),
     )
     min_tokens: int | None = option(
-        "Minimum number of tokens to generate; a grammar may end the text earlier.",
+        "Minimum number of tokens to generate; a grammar may still end the text earlier.",
         default=None,
         limits=NOT_NEGATIVE,
         default_meaning="from the model's generation config, or 0",
     )
     stop: str | Collection[str] = option(
-        "Stop at this string and leave it out of the text.", default_factory=list, metavar="TEXT"
+        "Stop string: ends the text, and is left out of it.", default_factory=list, metavar="TEXT"
     )
     stop_ids: Collection[int] = option(
-        "Stop at this token id; the token adds no text.",
+        "Stop token id: ends the text; the token itself adds no text.",
         default_factory=list,
         flags=("--stop-id",),
         metavar="ID",
         aliases=("stop_token_ids",),
     )
     min_indent: int = option(
-        "Minimum indentation of a line, in spaces and tabs: generation stops before the first line with less; 0 is "
-        "off.",
+        "Stop before the first line indented by fewer than this many spaces or tabs; 0 is off.",
         default=0,
         limits=NOT_NEGATIVE,
         metavar="N",
         aliases=("n_indent",),
     )
-    ignore_eos: bool = option("Continue after an end-of-sequence token.", default=False)
+    ignore_eos: bool = option("Continue after an end-of-sequence (EOS) token.", default=False)
     temperature: float = option(
-        "Sampling temperature: 0 is greedy decoding (always the most likely token), 1 samples from the model's own "
-        "distribution, and higher values make unlikely tokens more frequent.",
+        "Sampling temperature: 0 is greedy decoding, 1 is the model's own distribution, higher is more random.",
         default=0.0,
         limits=TEMPERATURE,
         flags=("-t", "--temp", "--temperature"),
     )
     top_k: int = option(
-        "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
+        "Top-k sampling: keep only this many of the most likely tokens; 0 keeps all. Needs a temperature above 0.",
         default=0,
         limits=NumberLimits(0, description="0 (all) or more"),
         truncates=True,
     )
     top_p: float = option(
-        "Sample only from the most likely tokens with this total probability; 1 for all. Needs a temperature.",
+        "Nucleus sampling: keep only the most likely tokens, up to this total probability; 1 keeps all. Needs a "
+        "temperature above 0.",
         default=1.0,
         limits=PROBABILITY,
         truncates=True,
     )
     min_p: float = option(
-        "Sample only from tokens with at least this fraction of the top token's probability; 0 for all. Needs a "
-        "temperature.",
+        "Min-p sampling: keep only tokens with at least this fraction of the top token's probability; 0 keeps all. "
+        "Needs a temperature above 0.",
         default=0.0,
         limits=FRACTION,
         truncates=True,
     )
     typical_p: float = option(
-        "Like top-p, but over the most typical tokens (arXiv 2202.00666); 1 for all. Needs a temperature.",
+        "Typical sampling (arXiv 2202.00666): like top-p, but keep the most typical tokens first; 1 keeps all. Needs "
+        "a temperature above 0.",
         default=1.0,
         limits=PROBABILITY,
         truncates=True,
     )
     repetition_penalty: float | None = option(
-        "Penalty for tokens already in the prompt or the text: divides their positive logits and multiplies their "
-        "negative logits. 1 is off; higher values discourage repetition.",
+        "Penalty for tokens already in the prompt or the text: their positive logits are divided by it, their "
+        "negative logits multiplied by it. 1 is off.",
         default=None,
         limits=POSITIVE,
         default_meaning="from the model's generation config, or 1",
     )
     presence_penalty: float = option(
-        "Subtract this from the logit of each token already generated; 0 is off.", default=0.0, limits=ANY_NUMBER
+        "Subtracted from the logit of each token already generated; 0 is off.", default=0.0, limits=ANY_NUMBER
     )
     frequency_penalty: float = option(
-        "Subtract this from a token's logit for each of its occurrences so far in the generated text; 0 is off.",
+        "Subtracted from a token's logit once per earlier occurrence in the generated text; 0 is off.",
         default=0.0,
         limits=ANY_NUMBER,
     )
     logit_bias: Mapping[int, float] = option(
-        "Add VALUE to the logit of token ID; -inf bans it.",
+        "Number to add to a token's logit, by token id; -inf bans the token.",
         default_factory=dict,
         metavar="ID=VALUE",
         parse=parse_token_bias,
     )
     seed: int | None = option(
-        "Random seed: the same seed gives the same text, with or without a draft. Under the accept rule rejection, "
-        "this needs the same draft and a fixed lookahead.",
+        "Random seed. The same seed gives the same text, with or without a draft; with the acceptance rule "
+        "rejection, only with the same draft and a fixed lookahead.",
         default=None,
         limits=NumberLimits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
         default_meaning="random",
         python_extra_help="``Stats.seed`` reports the seed of a sampled text.",
     )
     n: int = option(
-        "Number of texts per prompt; greedy texts are all the same.",
+        "Number of texts per prompt. Greedy texts are identical.",
         default=1,
         limits=TEXT_COUNT,
         flags=("--samples",),
@@ -129,8 +129,8 @@ class SamplingParams:
         aliases=("n_cmpl",),
     )
     logprobs: int | None = option(
-        "Report the natural log-probability of each token and of this many top alternatives, from the model's raw "
-        "logits: before bias, penalties, grammars and temperature.",
+        "Report the log-probability (natural log) of each token and of this many top alternatives, from the "
+        "model's raw logits: before biases, penalties, grammars and temperature.",
         default=None,
         limits=NOT_NEGATIVE,
         commands=("generate", "batch"),
@@ -185,7 +185,7 @@ DISTRIBUTION_OPTIONS = ("temperature", *TRUNCATING_OPTIONS)  # they shape the di
 # Their defaults in a chat and on a server, in words.
 LONG_DEFAULT_TEXT = "from the model's generation config, or as many as the context holds"  # of max_tokens
 RECOMMENDED_DEFAULT_TEXTS = {
-    name: f"as the model's generation config recommends, or {SAMPLING_OPTIONS[name].default_text}"
+    name: f"from the model's generation config, or {SAMPLING_OPTIONS[name].default_text}"
     for name in DISTRIBUTION_OPTIONS
 }
 # Their defaults, and that of ``max_tokens``, in a request.

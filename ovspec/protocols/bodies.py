@@ -114,11 +114,11 @@ class ChatEndingFields(RequestBody):
 
     continue_final_message: bool | None = Field(
         None,
-        description="Continue the last message, an assistant message without tool calls. Default: true for such a "
-        "message.",
+        description="Continue an assistant message at the end of the chat. Default: true if it has no tool calls; "
+        "false is refused then.",
     )
     add_generation_prompt: bool | None = Field(
-        None, description="Begin an answer; false only if the last message is continued."
+        None, description="Begin a new answer. False is refused unless the last message is continued."
     )
 
 
@@ -196,13 +196,13 @@ class TextRequestBody(RequestBody):
     """
 
     replacement_by_field: ClassVar[dict[str, str]] = {}
-    model: str | None = Field(None, description="The model's name; any name is accepted, unless the server is strict.")
+    model: str | None = Field(None, description="The model's name. Any name is accepted, except with --strict-model.")
     stream: bool | None = Field(None, description="Stream the text as server-sent events.")
     draft: str | None = Field(
-        None, description='Drafters for this request: "none", or a subset of the server\'s drafters.'
+        None, description='Drafters for this request: "none", or some of the server\'s drafters, such as "lookup".'
     )
     return_record: bool | None = Field(
-        None, description="Add a record for 'ovspec verify' to each text; it includes the path of the model's folder."
+        None, description="Add a record for 'ovspec verify' to each text. It contains the path of the model's folder."
     )
 
 
@@ -210,7 +210,7 @@ class VerifyRequest(RequestBody):
     """A finished text to be checked."""
 
     model: str | None = Field(None, description="The model's name.")
-    choice: JsonObject = Field(description="A choice of an answer, a response or a message, with its record.")
+    choice: JsonObject = Field(description="The choice, response or message to check, with its record.")
 
 
 class OtherServersFields(

@@ -33,8 +33,8 @@ class TokenSource(ReplyModel):
     """A token of a text."""
 
     id: int
-    text: str = Field(description="Its text; a special token is written out.")
-    source: str = Field(description="target, the drafter that proposed it, or forced, by a grammar.")
+    text: str = Field(description="The token's text; a special token's name.")
+    source: str = Field(description="The proposing drafter, target (the model itself), or forced (by a grammar).")
 
 
 def make_llamacpp_timings(stats: Stats) -> Timings:

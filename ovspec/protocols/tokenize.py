@@ -18,17 +18,17 @@ class TokenizeRequest(
 
     model: str | None = Field(None, description="The model's name.")
     prompt: str | None = Field(None, description="The text to encode.")
-    content: str | None = Field(None, description="The text to encode, under llama.cpp's name.")
-    messages: CHAT_MESSAGES | None = Field(None, description="A chat, to be rendered with the chat template.")
+    content: str | None = Field(None, description="Same as prompt (llama.cpp's name).")
+    messages: CHAT_MESSAGES | None = Field(None, description="A chat to encode, rendered with the chat template.")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template; only with messages."
+        None, description="Variables for the chat template. Only with messages."
     )
-    tools: list[dict[str, Any]] | None = Field(None, description="The chat's tools; only with messages.")
+    tools: list[dict[str, Any]] | None = Field(None, description="The chat's tools. Only with messages.")
     add_special_tokens: bool | None = Field(
-        None, description="Add the model's BOS at the beginning; not with messages. Default: true."
+        None, description="Add the model's BOS token at the beginning. Not with messages. Default: true."
     )
-    add_special: bool | None = Field(None, description="llama.cpp's name for add_special_tokens.")
-    with_pieces: bool | None = Field(None, description="Return each token as an object with its id and its piece.")
+    add_special: bool | None = Field(None, description="Same as add_special_tokens (llama.cpp's name).")
+    with_pieces: bool | None = Field(None, description="Return each token as an object with id and piece (its text).")
 
 
 class DetokenizeRequest(RequestBody):

@@ -134,7 +134,7 @@ def add_compare_endpoint(app: FastAPI, context: ServerContext) -> None:
     endpoint = CompareEndpoint(context)
     reply_description = {"model": ComparedChat, "description": "Both texts.", "content": STREAM_CONTENT}
     responses: dict[int | str, JsonObject] = {200: reply_description, **describe_error_responses("/compare")}
-    summary = "Answer a chat plainly and with speculation, in turns."
+    summary = "Answer a chat with plain and with speculative decoding, alternately, and compare times and texts."
 
     @app.post("/compare", tags=["inside"], summary=summary, response_model=None, responses=responses)
     async def compare(body: ChatRequest, http: Request) -> Response:

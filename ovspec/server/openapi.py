@@ -14,18 +14,18 @@ from ovspec.server.errors import is_anthropic_path
 ERROR_DESCRIPTIONS: dict[int | str, str] = {
     400: "The body or a field is invalid.",
     401: "The API key is missing or wrong.",
-    403: "The Host header isn't localhost or 127.0.0.1, and the server has no API key.",
+    403: "The server has no API key, and the Host header isn't localhost or 127.0.0.1.",
     404: "Unknown model or path.",
     405: "The path doesn't accept this method.",
     408: "The body didn't arrive in time.",
     413: "The body is too large.",
     415: "The body isn't JSON.",
-    422: "The grammar has no valid continuation.",
+    422: "The text can't be continued, for example because its grammar allows no further token.",
     429: "The queue is full.",
     500: "Inference failed.",
-    501: "The model doesn't support this.",
-    503: "The server is shutting down, lacks memory or a model file, or the request timed out in the queue.",
-    504: "The request timed out.",
+    501: "The model lacks this feature, such as fill-in-the-middle tokens.",
+    503: "The server is starting or stopping, lacks memory or a model file, or the request timed out in the queue.",
+    504: "The request ran into --request-timeout.",
 }
 
 # An event; its data is JSON, or [DONE].

@@ -76,9 +76,7 @@ def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get(
-        "/ready", tags=["server"], summary="Readiness check, with the server's guarantees.", responses=READY_RESPONSES
-    )
+    @app.get("/ready", tags=["server"], summary="Readiness check, with the server's state.", responses=READY_RESPONSES)
     async def ready(response: Response) -> ReadyReply:
         status = "ready"
         try:

@@ -2,26 +2,22 @@
 
     python scripts/bench/chats.py MODEL --out FILE [--ways lookup head lookup,head genai ...] [--draft NAME=PATH]...
 
-MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; unlike the
-demo pair, it writes real text. The prompts are the held-out chats of chats.json first, then the others. The kinds
-completion (code) and prose are texts to continue, without an end; JSON is a JSON text after another text of the same
-schema. With --documents, the texts held out by 'ovspec distill' are added.
+MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'. The chats
+are in chats.json; held-out chats come first. The kinds completion (code), prose and JSON are texts to be continued.
+--documents adds the texts held out by 'ovspec distill'.
 
-A way is "plain", drafters like in ovspec's --draft, or a peer in a separate process: genai or llamacpp, alone or with
--lookup or -head, optimum, torch, or ovspec itself: "ovspec", "ovspec-fast" (fast arithmetic) and "ovspec-before" (the
-checkout --against). "@K" fixes the lookahead, as in "lookup@4" or "genai-head@2"; of the peers, genai's drafters need
-it, llamacpp-head may have it, the others can't. For JSON, "plain" chooses each token, "forced" takes forced tokens
-without inference, and "free" generates the same number of tokens without the schema. --draft is the file for a way: a
-head or draft model for ovspec; for "genai-head" the same head, exported by 'optimum-cli export openvino --task
-text-generation-with-past --trust-remote-code'; for "llamacpp-head" its GGUF file, made by 'convert_hf_to_gguf.py HEAD
---target-model-dir CHECKPOINT'.
+A way is "plain"; drafters, as in ovspec's --draft; or a peer: genai or llamacpp, alone or with -lookup or -head,
+optimum, torch, or ovspec in its own process: "ovspec", "ovspec-fast" (fast arithmetic) and "ovspec-before" (the
+checkout named by --against). "@K" fixes the lookahead, as in "lookup@4"; of the peers, genai's drafters need it, and
+llamacpp-head takes it. For JSON, "plain" chooses each token, "forced" takes several at a time where the schema leaves
+no choice, and "free" generates as many tokens without the schema. --draft names the file of a way: ovspec's head or
+draft model; "genai-head", the same head from 'optimum-cli export openvino --task text-generation-with-past
+--trust-remote-code'; or "llamacpp-head", its GGUF file from 'convert_hf_to_gguf.py HEAD --target-model-dir CHECKPOINT'.
 
-Each turn of a prompt is written to FILE at once, so the bench may be stopped at any time and continued with the same
-command. With more ways, kinds, prompts, turns, contexts or batches it adds the missing turns, always beside plain
-decoding. At the end, the tables of all turns in FILE are printed. Use an idle machine.
-
-Each answer ends at the model's EOS, or after --tokens tokens. Peers generate the same number of tokens as ovspec, only
-greedily. A batch has prompts of the same kind, repeated if there are too few.
+Each measured turn is a line of FILE. The same command resumes a stopped bench; further ways, kinds, prompts, turns,
+contexts or batches are added, each beside plain decoding. At the end, all tables of FILE are printed. Use an idle
+machine. Answers end where the model ends them, or after --tokens tokens; peers generate as many tokens as ovspec, and
+are greedy. A batch has prompts of one kind, repeated if there are too few.
 """
 
 from __future__ import annotations

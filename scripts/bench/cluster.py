@@ -3,13 +3,12 @@
     python scripts/bench/cluster.py measure DIR [--lines 200] [--tokens 48] [--turns 3] [--json OUT]
     python scripts/bench/cluster.py simulate OUT [--workers 1,10,100,1000] [--hours 1] [--lines-per-hour N] [...]
 
-measure: in turns, in fresh processes. The start-up time of each way is the time of a single line; "lines" is the time
-    of all lines without start-up. "half" is a single worker with half of the processors, alone on the machine. Also
-    measured: shipping the model by the object store, and the driver, with workers of no cost. Use an idle machine.
-simulate: from the figures of a machine. Each worker runs four groups of lines at a time, the driver assigns all groups
-    and keeps the results, machines copy the model from machines with a copy, and some workers are slow or lost. First
-    two workers with half a machine each, to compare with the measurement; then clusters of --workers machines, each
-    with enough lines for --hours.
+measure: in turns, in fresh processes. "lines" excludes the start-up, measured with a single line. "half" is one worker
+    on half of the processors, alone. Then the object store ships the model, and the driver runs groups of lines of no
+    duration. Use an idle machine.
+simulate: extrapolates the figures of one machine. A worker runs four groups of lines at a time; one driver distributes
+    groups and keeps answers; machines get the model from each other; some workers are slow or get lost. First two
+    workers of half a machine, as measured, then clusters of --workers machines, each with lines for --hours.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 
 With the demo pair, three tokens are sampled at temperature 1; their exact probabilities come from the target's logits
 after every prefix. With top_k 3 there are 27 outcomes, and any other text is impossible. Without top_k, all tokens
-except the three likeliest count as the same outcome, and end the text. Everything runs in f32 without dynamic
-quantisation, to test nothing but the sampling. A small p-value (below 1e-4, say) shows another distribution. Plain
-sampling and ovspec are the controls.
+except the three likeliest are one outcome, which ends the text. Everything runs in f32 without dynamic quantisation, to
+test only the sampling. A p-value below 1e-4 means: the distribution differs. Plain sampling and ovspec are controls.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
     python scripts/bench/exactness.py cache DIR [DIR ...]
     python scripts/bench/exactness.py processors DIR [DIR ...] [--isa AVX2,AVX512_CORE] [--engines paged,stateful]
 
-texts: counts the greedy texts changed by lookup and a draft, with fast and with exact arithmetic. ``verify`` then
-    checks every token, with and without drafters, by a single forward pass.
-cache: the change of logits after tokens are rolled back and fed again on the stateful engine, where dead slots stay
-    until a compaction, for each arithmetic and type of KV cache. DIR should have f32 weights. Fed again are the last 4
-    of 204 tokens; the same after a compaction; and the last 104, as 100 and 4, where at first the pieces were 200 and
-    4. The figures are the largest change of a logit, in standard deviations of the logits.
-processors: finds the rule for each instruction set of this processor, each in a separate process capped to it. "Differ
-    in fast" is the share of positions with other bits in fast arithmetic. The prices are times by the rule, relative to
-    fast arithmetic: of a token after 128 tokens, and of a prompt of 1024; measured in turns.
+texts: counts the greedy texts changed by lookup and a draft, with fast and with exact arithmetic. Then ``verify``
+    checks every token of these texts and of plain texts by one forward pass.
+cache: how far logits move after a rollback on the stateful engine, where dead slots stay until compaction, for each
+    arithmetic and KV cache precision: the largest change of a logit, in standard deviations of the logits. The last 4
+    of 204 tokens are fed again unchanged, the same after compaction, and the last 100 and 4 first fed as 200 and 4.
+    DIR should have f32 weights.
+processors: finds the rule for each instruction set of this processor, each in its own, capped process. "Differ in
+    fast" is the share of positions with other bits in fast arithmetic. The prices of the rule, for a token after 128
+    tokens and for a prompt of 1024, are multiples of fast arithmetic's time; the two take turns.
 """
 
 from __future__ import annotations

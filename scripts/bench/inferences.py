@@ -6,20 +6,19 @@
     python scripts/bench/inferences.py rollbacks MODEL [--isa AVX2]
     python scripts/bench/inferences.py loop MODEL [--tokens 96] [--rounds 8]
 
-All comparisons are in turns. Times of formats and pages are milliseconds by width, after 128 tokens of text. Use an
-idle machine.
+Everything compared takes turns. Times of formats and pages are milliseconds for each width after 128 tokens of text.
+Use an idle machine.
 
-engines: both engines, with OpenVINO's defaults and with the profile of 'ovspec tune', on an exported model of real
-    size, for example by scripts/train/bench_pair.py: prompts, widths at several contexts, and the memory's speed.
-formats: MODEL, a checkpoint or a GGUF file, in each format; the exports stay in the output folder. In fast arithmetic
-    and f32, with dynamic quantisation in groups as large as the weights' or of 128; "llama.cpp" runs a GGUF file. KL is
-    the divergence of a text's next-token distributions from fp32's.
-pages: an IR is loaded twice, and the weights of a single copy are moved into large pages.
-rollbacks: rounds of feeding some tokens and keeping the first of them, by both engines, in exact arithmetic and f32;
-    for models with recurrent states. A round reads tokens again if the rollback before it went too far.
-loop: plain decoding beside a minimal loop over the same compiled model: write token, position and length into arrays
-    bound once, call start_async and wait, take the argmax. The loop leaves out sampling, stop strings, text, statistics
-    and drafters.
+engines: both engines, OpenVINO's default and the profile from 'ovspec tune', on an exported model of real size, such as
+    from scripts/train/bench_pair.py: prompts, widths at several contexts, and the memory's speed.
+formats: MODEL, a checkpoint or a GGUF file, in each format; the output folder keeps the exports. In fast arithmetic and
+    f32, with dynamic quantisation in groups as large as the weights' or 128; for a GGUF file also "llama.cpp". KL is
+    the divergence of a text's next tokens from fp32's.
+pages: an IR is loaded twice, and the weights of one copy are moved into large pages.
+rollbacks: rounds with rejected tokens, by both engines, in exact arithmetic and f32; for models with recurrent states.
+    A round feeds some tokens and keeps the first; the next round feeds the forgotten tokens again.
+loop: plain decoding beside a bare loop over the same compiled model, with arrays bound once, start_async, wait and
+    argmax. The loop leaves out sampling, stop strings, text, statistics and drafters.
 """
 
 from __future__ import annotations

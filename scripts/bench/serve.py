@@ -4,13 +4,13 @@
     .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/hf/target OUT.gguf
     python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--prompts chat]
 
-All servers are loaded at once and get the same requests in turns; a first turn, for compiling kernels, is left out.
-"completion": the beginning of a program, for 64 tokens. "chat": a conversation of 64 to 256 tokens, for 24 to 72
-tokens. "turns": five turns of a conversation per client, with the same system prompt. Each client sends its next
-request after the answer to its last. Texts are greedy. genai runs in a separate process without HTTP, with its own
-defaults, or with ovspec's properties ("genai, exact"). "256 at a time": with --prefill-chunk 256, like genai; "no
-cache": with --cache-memory 0. TTFT is the time to the first piece, a gap the time between two pieces of a text; a piece
-has the tokens of a round. Ratios are of tokens/s, turn by turn.
+All servers are loaded at once and take turns with the same requests, after a turn of warm-up. Prompts: "completion" is
+the beginning of a program, with 64 tokens requested; "chat" has 64 to 256 tokens, with 24 to 72 requested; "turns" has
+five turns per client, with one system prompt. Each client sends its next request after the last reply. Texts are
+greedy. genai runs in its own process without HTTP, with its own defaults or with ovspec's properties ("genai, exact").
+"256 at a time": with --prefill-chunk 256, like genai's prefill; "no cache": with --cache-memory 0. TTFT is the time to
+the first piece, a gap the time between two pieces; a piece has the tokens of one round. Ratios are of tokens/s, turn by
+turn.
 """
 
 from __future__ import annotations

@@ -4,16 +4,14 @@
     python scripts/bench/sessions.py chat DIR [--steps 20] [--tokens 40]
     python scripts/bench/sessions.py prefixes DIR [--checkpoint DIR] [--peers genai,llamacpp] [--prompt 1000] [--new 20]
 
-program: append a piece of 36 tokens and generate 2, twenty times (after the experiment in guidance's document on
-    "guidance acceleration"): in sessions with and without token healing at the end of each piece, and with each step
-    from scratch. There is no draft and no lookup.
-chat: each turn has a message of about 60 tokens. Measured is the time to the first token of each answer, in a session
-    and with prefill of the whole chat.
-prefixes: a prompt of --prompt tokens is answered with 8 tokens; the next turn is prompt, answer and --new tokens. In
-    turns with the peers, each time with another prompt. The share is the next turn's time, relative to the whole
-    prompt's. Then a chat of --steps turns grows by --new tokens and an answer each.
-
-Use an idle machine.
+program: appends a piece of 36 tokens and generates 2, twenty times (after the experiment in guidance's document on
+    "guidance acceleration"): in a session with healing at the end of each piece, in a session without, and with each
+    step from scratch. There is no draft and no lookup.
+chat: each turn has a message of about 60 tokens. Measures the time to the first token of each answer, in a session and
+    with the whole chat prefilled again.
+prefixes: a prompt of --prompt tokens is answered with 8 tokens; then the same again, followed by its answer and --new
+    tokens: in turns with the peers, each time with another prompt. The share is the next turn's time divided by the
+    whole prompt's. Then a chat of --steps turns grows by --new tokens and an answer each. Use an idle machine.
 """
 
 from __future__ import annotations

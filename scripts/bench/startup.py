@@ -5,13 +5,11 @@
     python scripts/bench/peers/install.py genai
     python scripts/bench/startup.py tokens MODEL [--turns 9] [--tokens 32,400] [--ways "ovspec; openvino-genai"]
 
-command: seconds until the help, and until a text's first piece, the compile cache warm; medians.
+command: seconds until the help, and until a text's first piece, with a warm compile cache; medians.
 load: seconds to load the model, and then to generate a token, with a cold and a warm compile cache.
-tokens: greedy and without a draft, the processes in turns. Every process imports, loads and reads the prompt anew; the
-    first turn, to fill compile caches and the page cache, is left out. Prints the median seconds until each token, and
-    openvino-genai's time as a multiple, turn by turn.
-
-Use an idle machine.
+tokens: greedy and without a draft, the processes in turns. Every process imports, loads and prefills anew, after a turn
+    to fill compile caches and page cache. Prints the median seconds until each token, and openvino-genai's time as a
+    multiple, turn by turn. Use an idle machine.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python scripts/train/smollm2_prompts.py prompts.jsonl [--count 12000]
 
-A small model only invents short questions, and a head trained on them has a low acceptance rate on pasted code or
-documents. So functions, docstrings, manuals and package metadata of the Python installation become chats, of the same
-kinds as in scripts/bench/chats.json, but without texts from there. The model writes all answers.
+A small model asks itself short questions; a head trained only on these proposes badly for pasted code or documents. So
+functions, docstrings, manuals and package metadata of the Python installation become chats of the kinds in
+scripts/bench/chats.json, without its texts. The model writes all answers.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class StreamOptions(
 ):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(None, description="Send the usage in a final chunk.")
+    include_usage: bool | None = Field(None, description="Send the token counts (usage) in a final chunk.")
 
 
 class OpenAIBody(
@@ -41,27 +41,27 @@ class OpenAIBody(
 
     response_format: dict[str, Any] | None = Field(
         None,
-        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". A '
+        description='OpenAI\'s response format, of the type "text", "json_object" or "json_schema". A '
         '"schema" next to the type works too, as in llama.cpp. Can\'t be combined with grammar options.',
     )
-    stream_options: StreamOptions | None = Field(None, description="Extra information in a stream.")
+    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true} adds token counts.')
 
 
 class InsideFields(RequestBody):
     """How a text came about."""
 
     return_token_sources: bool | None = Field(
-        None, description="Add the tokens of each text, each with the drafter that proposed it."
+        None, description="Add each token of a text with its source: the drafter, or the model itself."
     )
     timings_per_token: bool | None = Field(
-        None, description="Add counts and times in llama.cpp's shape, also to each chunk of a stream."
+        None, description="Add token counts and times in llama.cpp's format, also to each chunk of a stream."
     )
 
 
 class ChatBody(ChatEndingFields, OpenAIBody):
     """A chat to be continued."""
 
-    messages: CHAT_MESSAGES = Field(description="The chat so far: objects with role and content.")
+    messages: CHAT_MESSAGES = Field(description="The chat: messages with role and content.")
     logprobs: bool | None = Field(None, description="Report each token's log-probability.")
     top_logprobs: TOP_LOGPROBS = Field(None, description="Also report this many top alternatives at each position.")
 
@@ -69,8 +69,8 @@ class ChatBody(ChatEndingFields, OpenAIBody):
 class CompletionBody(OpenAIBody):
     """Texts to be continued."""
 
-    prompt: PROMPT_OR_PROMPTS = Field(description="A text or token ids, or a list of such prompts.")
-    echo: bool | None = Field(None, description="Repeat the prompt in front of each text.")
+    prompt: PROMPT_OR_PROMPTS = Field(description="A prompt as a string or as token ids, or a list of prompts.")
+    echo: bool | None = Field(None, description="Return the prompt in front of each text.")
     logprobs: TOP_LOGPROBS = Field(
         None, description="Report each token's log-probability, and this many top alternatives."
     )
@@ -95,6 +95,6 @@ class CompletionRequest(CompletionBody, InsideFields, OtherServersFields):
 
     suffix: str | None = Field(
         None,
-        description="The text after the gap to fill; for models with fill-in-the-middle tokens. Can't be combined "
+        description="Text after the gap, for fill-in-the-middle; the prompt is the text before it. Can't be combined "
         "with echo, several prompts or token ids.",
     )

@@ -28,9 +28,9 @@ class PromptTokensDetails(ReplyModel):
 
 
 class CompletionTokensDetails(ReplyModel):
-    accepted_prediction_tokens: int = Field(description="Accepted tokens of drafters.")
-    rejected_prediction_tokens: int = Field(description="Rejected tokens of drafters.")
-    reasoning_tokens: int = Field(description="Tokens of thinking.")
+    accepted_prediction_tokens: int = Field(description="Number of accepted proposed tokens.")
+    rejected_prediction_tokens: int = Field(description="Number of rejected proposed tokens.")
+    reasoning_tokens: int = Field(description="Thinking tokens.")
 
 
 class Usage(ReplyModel):
@@ -86,7 +86,7 @@ class ChatDelta(ReplyModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str = ""
-    tool_calls: list[ChatToolCall] = Field(default=[], description="Parts of calls.")
+    tool_calls: list[ChatToolCall] = Field(default=[], description="Parts of tool calls.")
 
 
 class ChatChunkChoice(Choice):
@@ -99,7 +99,7 @@ class OpenAIReply(ReplyModel):
     created: int
     model: str
     usage: Usage
-    timings: TextTimings | None = Field(None, description="With timings_per_token: those of the first text.")
+    timings: TextTimings | None = Field(None, description="With timings_per_token: timings of the first text.")
 
 
 class ChatCompletion(OpenAIReply):
@@ -121,7 +121,7 @@ class Chunk(ReplyModel):
     model: str
     choices: list[ChatChunkChoice | CompletionChoice]
     usage: Usage | None = None
-    timings: TextTimings | None = Field(None, description="With timings_per_token: those of the text so far.")
+    timings: TextTimings | None = Field(None, description="With timings_per_token: timings of the text so far.")
 
 
 class ChatReplyMaker(ReplyMaker):

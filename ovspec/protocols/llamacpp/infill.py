@@ -43,7 +43,7 @@ class InfillRequest(OpenAIBody, OtherServersFields):
         description="Parts of other files, as objects with filename and text. If the prompt is too long, the first "
         "parts are left out.",
     )
-    prompt: str | None = Field(None, description="The beginning of the generated text.")
+    prompt: str | None = Field(None, description="Beginning of the text in the gap, to be continued.")
     response_fields: Annotated[list[str], FAIL_FAST] | None = Field(
         None,
         description='Fields to return, such as "content" or "timings/prompt_n", under these names; unknown names are '
@@ -57,7 +57,7 @@ class InfillDelta(ReplyModel):
     index: int
     content: str
     tokens: list[int] = Field(description="Empty.")
-    stop: bool = Field(description="Whether this is the text's last part; only this part has the other fields.")
+    stop: bool = Field(description="Whether this is the last part; only the last part has the other fields.")
 
 
 class InfillReplyModel(InfillDelta):
@@ -71,7 +71,7 @@ class InfillReplyModel(InfillDelta):
     stop_type: StopType
     stopping_word: str = Field(description="The stop string at the end of the text.")
     has_new_line: bool
-    prompt: str = Field(description="The whole prompt, with its tokens spelt.")
+    prompt: str = Field(description="The whole prompt, with special tokens as text.")
     generation_settings: JsonObject = Field(description="As in /props, and n_ctx.")
     timings: Timings
     record: JsonObject = Field(default={}, description="With return_record: the record for 'ovspec verify'.")

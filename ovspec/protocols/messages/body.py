@@ -43,7 +43,7 @@ class MessagesRequest(
         "response_format": "output_config",
     }
     messages: CHAT_MESSAGES = Field(
-        description="The conversation so far: objects with role (user, assistant or system) and content, a string or "
+        description="The chat: messages with role (user, assistant or system) and content, a string or "
         "blocks of the types text, thinking, tool_use and tool_result."
     )
     system: str | Annotated[list[JsonObject], FAIL_FAST] | None = Field(
@@ -65,6 +65,6 @@ class MessagesRequest(
         description='Thinking: an object with the type "enabled" and budget_tokens, "adaptive" or "disabled".',
     )
     output_config: JsonObject | None = Field(
-        None, description='The amount of thinking, "effort"; and a "format" of the type "json_schema" with a schema.'
+        None, description='An object with effort (reasoning effort) and format (type "json_schema", with a schema).'
     )
-    output_format: JsonObject | None = Field(None, description="An older name of the format in output_config.")
+    output_format: JsonObject | None = Field(None, description="Same as the format in output_config (older name).")

@@ -39,7 +39,7 @@ class ToolUseBlock(ReplyModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: JsonObject = Field(description="Of a truncated call, the members so far.")
+    input: JsonObject = Field(description="The arguments; of a truncated call, the members so far.")
 
 
 ContentBlock = ThinkingBlock | TextBlock | ToolUseBlock

@@ -61,17 +61,15 @@ class ResponsesRequest(
         "reasoning_effort": "reasoning.effort",
     }
 
-    input: str | INPUT_ITEMS = Field(description="The chat so far: a text, or items such as messages and calls.")
-    instructions: str | None = Field(None, description="The system prompt, before the input.")
-    reasoning: JsonObject | None = Field(
-        None, description='The amount of thinking: {"effort": …}, from "none" to "xhigh".'
-    )
+    input: str | INPUT_ITEMS = Field(description="The chat: a string, or items such as messages and function calls.")
+    instructions: str | None = Field(None, description="System prompt, put before the input.")
+    reasoning: JsonObject | None = Field(None, description='Reasoning effort: {"effort": …}, from "none" to "xhigh".')
     text: JsonObject | None = Field(
         None,
         description='The format of the text: {"format": {"type": "text"}}, "json_object", or "json_schema" with a '
-        '"schema" beside it.',
+        '"schema" next to the type.',
     )
     include: Annotated[list[str], FAIL_FAST] | None = Field(
-        None, description='Extra output: "message.output_text.logprobs".'
+        None, description='["message.output_text.logprobs"] adds log-probabilities to the text.'
     )
-    top_logprobs: TOP_LOGPROBS = Field(None, description="Report log-probabilities, and this many top alternatives.")
+    top_logprobs: TOP_LOGPROBS = Field(None, description="Report log-probabilities, with this many top alternatives.")

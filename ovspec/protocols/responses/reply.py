@@ -36,9 +36,9 @@ class OutputItem(ReplyModel):
     id: str
     status: ResponseStatus
     role: Literal["assistant"] = "assistant"
-    summary: list[JsonValue] = Field(default=[], description="For thinking: always empty.")
-    content: list[ResponsePart] = Field(default=[], description="For thinking and messages.")
-    call_id: str = Field("", description="For calls.")
+    summary: list[JsonValue] = Field(default=[], description="Of thinking items; always empty.")
+    content: list[ResponsePart] = Field(default=[], description="Of thinking items and messages.")
+    call_id: str = Field("", description="Of function calls.")
     name: str = ""
     namespace: str = ""
     arguments: str = Field("", description="JSON; truncated if the status is incomplete.")
@@ -50,7 +50,7 @@ class InputTokensDetails(ReplyModel):
 
 
 class OutputTokensDetails(ReplyModel):
-    reasoning_tokens: int = Field(description="Tokens of thinking.")
+    reasoning_tokens: int = Field(description="Thinking tokens.")
 
 
 class ResponseUsage(ReplyModel):

@@ -197,7 +197,7 @@ def test_options_reach_the_model(tab: Tab) -> None:
     options = tab.page.locator("#setting-draft option").all_inner_texts()
     assert "lookup" in options and options[1] == "None: plain decoding"
     tab.page.focus("#setting-top_p")
-    expect(tab.page.locator("#setting-top_p-hint")).to_contain_text("with this total probability")
+    expect(tab.page.locator("#setting-top_p-hint")).to_contain_text("up to this total probability")
 
 
 def test_a_new_chat_has_the_servers_defaults(server: Running, open_tab: OpenTab) -> None:
