@@ -105,6 +105,19 @@ def exit_if_ended(end_signal: EndSignal) -> None:
 
 
 @contextlib.contextmanager
+def exit_on_sigterm(message: str) -> Iterator[None]:
+    """Let SIGTERM end the process with ``message`` and cleanup, by SystemExit; only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # no library catches SystemExit
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous_handler is None else previous_handler)
+
+
+@contextlib.contextmanager
 def ignore_signals() -> Iterator[None]:
     """Ignore the end signals and Ctrl-C, to save a file completely."""
     previous_handlers = {

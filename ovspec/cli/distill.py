@@ -1,8 +1,8 @@
-import signal
 import sys
 
 import click
 
+from ovspec.base.interrupts import exit_on_sigterm
 from ovspec.cli.options import raise_usage_error_if
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.option import OptionValue
@@ -93,8 +93,8 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
     from ovspec.setup.exporting import import_export_package
 
     message = "Error: stopped by SIGTERM; run the same command to continue."
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # runs clean-up code; no library catches it
-    package = import_export_package("Distilling")
-    distill_options = package.DistillOptions(model, trim_vocabulary=trim_vocabulary, draft=draft, **options)
-    if exit_code := package.distill_model(distill_options):
-        sys.exit(exit_code)
+    with exit_on_sigterm(message):
+        package = import_export_package("Distilling")
+        distill_options = package.DistillOptions(model, trim_vocabulary=trim_vocabulary, draft=draft, **options)
+        if exit_code := package.distill_model(distill_options):
+            sys.exit(exit_code)

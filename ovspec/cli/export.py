@@ -1,5 +1,3 @@
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +5,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ovspec.base.interrupts import exit_on_sigterm
 from ovspec.cli.options import add_options, raise_usage_error_if
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
@@ -173,26 +172,26 @@ def export(
         draft_weight_format and not has_draft, "--draft-weight-format needs --draft or --draft-layers."
     )
     message = "Error: the export was stopped by SIGTERM; nothing was changed."
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # runs clean-up code; no library catches it
-    export_package = import_export_package()
-    if weight_format is None and draft_weight_format != "int4" and any(options.values()):
-        weight_format = "int8"  # the options only apply to a new quantisation
-    weight_formats = (weight_format, draft_weight_format)
-    compressions = [
-        export_package.Compression(name, **select_format_options(options, name, weight_formats)) if name else None
-        for name in weight_formats
-    ]
-    export_package.export_pair(
-        model,
-        draft,
-        output,
-        *compressions,
-        overwrite=overwrite,
-        draft_layers=draft_layers,
-        evaluate=evaluate,
-        chat_template=chat_template,
-        trust_remote_code=trust_remote_code,
-    )
+    with exit_on_sigterm(message):
+        export_package = import_export_package()
+        if weight_format is None and draft_weight_format != "int4" and any(options.values()):
+            weight_format = "int8"  # the options only apply to a new quantisation
+        weight_formats = (weight_format, draft_weight_format)
+        compressions = [
+            export_package.Compression(name, **select_format_options(options, name, weight_formats)) if name else None
+            for name in weight_formats
+        ]
+        export_package.export_pair(
+            model,
+            draft,
+            output,
+            *compressions,
+            overwrite=overwrite,
+            draft_layers=draft_layers,
+            evaluate=evaluate,
+            chat_template=chat_template,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def select_format_options(

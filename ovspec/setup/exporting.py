@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.interrupts import exit_on_sigterm
 from ovspec.drafting.choice import EXPORTED_DRAFT, EXPORTED_DRAFTS, HEAD_DRAFT, DraftChoice, parse_draft
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.identity import compute_files_revision
@@ -112,7 +108,8 @@ def find_or_export_model(model: str | Path | None, draft: Any, weight_format: st
     request = make_request(model, draft, weight_format)
     assert request.source
     package = import_export_package(f"{request.shown_name} isn't exported yet, and exporting")
-    with end_by_exit_on_sigterm(), lock_source(request.source.name, request.shown_name) as new_folder:
+    message = "Error: the export was stopped by SIGTERM; run the same command to continue."
+    with exit_on_sigterm(message), lock_source(request.source.name, request.shown_name) as new_folder:
         stored_model = request.find_in_store() or export_into_store(request, new_folder, package)
     return stored_model.ir_folder, request.draft_choice
 
@@ -200,17 +197,3 @@ def is_outdated(old_model: StoredModel, new_record: ModelRecord, new_manifest: M
     if old_model.record.revision == new_record.revision:
         return not old_model.manifest.draft or old_model.record.draft == new_record.draft
     return Path(new_record.source).is_absolute()
-
-
-@contextlib.contextmanager
-def end_by_exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by SystemExit, with cleanup; only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    message = "Error: the export was stopped by SIGTERM; run the same command to continue."
-    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous_handler is None else previous_handler)

@@ -97,12 +97,15 @@ def test_a_draft_joins_an_export_that_is_there(exports: list[tuple[Any, ...]]) -
 def test_a_distilled_draft_comes_before_the_known_pairs(tmp_path: Path) -> None:
     head = tmp_path / "head"
     head.mkdir()
-    known_drafts.remember_distilled_draft("Qwen/Qwen3-8B", head)
+    known_drafts.remember_distilled_draft("Qwen/Qwen3-8B", head, is_head=True)
     assert known_drafts.find_known_draft("Qwen/Qwen3-8B") == "Qwen/Qwen3-0.6B", "it is empty"
     (head / "config.json").write_text("{}")
     assert known_drafts.find_known_draft("Qwen/Qwen3-8B") == str(head)
     assert make_request("qwen3-8b", "head", None).draft == str(head)
     assert known_drafts.find_known_draft("org/other") is None
+    known_drafts.remember_distilled_draft("Qwen/Qwen3-4B", head, is_head=False)
+    assert known_drafts.find_known_draft("Qwen/Qwen3-4B") == str(head)
+    assert make_request("qwen3-4b", "head", None).draft == "AngelSlim/Qwen3-4B_eagle3", "a draft model is no head"
 
 
 def test_an_ir_is_used_where_it_is(pair: Path, exports: list[tuple[Any, ...]], tmp_path: Path) -> None:

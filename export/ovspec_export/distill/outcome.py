@@ -47,7 +47,7 @@ def finish_distillation(plan: DistillPlan, work_folder: WorkFolder) -> DistillOu
     print_note(f"{plan.output}: finished")
     add_draft_to_target(plan, work_folder.result_ir, manifest.target)
     if not plan.target.is_ir:
-        remember_distilled_draft(require_model_source(plan.options.model).name, plan.output)
+        remember_distilled_draft(require_model_source(plan.options.model).name, plan.output, plan.kind == "head")
     return DistillOutcome.GAINED
 
 
