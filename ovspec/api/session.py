@@ -137,7 +137,7 @@ class Session:
         self._restore_mark(mark)
 
     def reset(self) -> None:
-        """Delete the text, and free the memory of its KV caches."""
+        """Delete the text. Its KV caches move to the prefix cache, if there is one, or their memory is freed."""
         decoders = self._claim_decoders()
         self._restore_mark(EMPTY_MARK)
         decoders.reset(0)
@@ -263,7 +263,7 @@ class Session:
         self.chat_template_kwargs = mark.chat_template_kwargs
 
     def close(self) -> None:
-        """Free the memory of the KV caches; the session can't generate any more."""
+        """End the session: it can't generate any more. Its KV caches move to the prefix cache, or are freed."""
         self._cancel_stream()
         decoders = self._decoders
         self._decoders = None

@@ -110,8 +110,8 @@ def export(
     must be trained for TARGET.
 
     Checkpoints quantised with GPTQ, AWQ, AutoRound, compressed-tensors or bitsandbytes, and quantised GGUF files, keep
-    their integers and scales, unless --weight-format int8 or int4 quantises them again. --overwrite replaces the old
-    folder at the very end, so an interrupted export leaves it unchanged.
+    their integers and scales; --weight-format int8 or int4 quantises only GGUF files again. --overwrite replaces the
+    old folder at the very end, so an interrupted export leaves it unchanged.
 
     \b
     Examples:

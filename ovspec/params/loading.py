@@ -95,7 +95,7 @@ class LoadParams(RuntimeParams):
         "off.",
         default=None,
         limits=NOT_NEGATIVE,
-        default_meaning="a quarter of the free memory after loading",
+        default_meaning="a quarter of the free memory; all of --cache-size for ovspec serve",
         metavar="GB",
     )
     tool_format: str | None = option(
