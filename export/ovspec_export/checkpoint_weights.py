@@ -92,7 +92,7 @@ def read_quantisation(config: JsonObject) -> Quantisation:
     if method == "awq" or (method == "auto-round" and packing.endswith("auto_awq")):
         version = str(config.get("version", "gemm")).lower()
         if version != "gemm" or bits != 4:
-            raise ValueError(f"in the version {version}, with {bits} bits")
+            raise ValueError(f"in the version {version} with {bits} bits")
         return Quantisation("awq", bits)
     if method == "compressed-tensors":
         return read_compressed_quantisation(config)

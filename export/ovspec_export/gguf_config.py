@@ -48,7 +48,7 @@ KEYS_READ_ELSEWHERE = re.compile(r"vocab_size|attention\.value_length|rope\.(dim
 PARTIAL_MODEL_KINDS = {
     "mmproj": "the vision or audio part of a model; give the file with the text model",
     "adapter": "an adapter; merge it into its model, and export the merged model",
-    "imatrix": "an importance matrix; give the file with the model",
+    "imatrix": "an importance matrix, not a model; give the model's file",
 }
 # Entries of general.sampling.* -> entries of generation_config.json.
 SAMPLING_KEYS = {

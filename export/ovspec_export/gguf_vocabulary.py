@@ -100,7 +100,9 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str)
     longest_token = max(tokens, key=len)
     if len(longest_token) > MAX_TOKEN_CHARACTERS:
         raise damaged_tokenizer_error(
-            name, f"the token {quote_shortened(longest_token)} has {len(longest_token)} characters"
+            name,
+            f"the token {quote_shortened(longest_token)} has {len(longest_token)} characters, "
+            f"but at most {MAX_TOKEN_CHARACTERS} are possible",
         )
     token_types = list(metadata.token_type or [NORMAL] * len(tokens))
     if len(token_types) < len(tokens):

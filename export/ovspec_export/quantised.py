@@ -38,8 +38,8 @@ def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> 
         except ValueError as error:
             reason = str(error)
     raise OvspecError(
-        f"{name}: quantised weights ({method}) {reason} can't be exported; export the unquantised checkpoint, and "
-        "compress it with `weight_format`."
+        f"{name}: its weights are quantised by {method} {reason}, which can't be exported; export the unquantised "
+        "checkpoint, and compress it with `weight_format`."
     )
 
 

@@ -125,7 +125,7 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
         if isinstance(entry, str):
             return make_prompt_request(request_id, line, entry)
         if not isinstance(entry, dict):
-            raise OvspecError("The line must be a JSON object or string.")
+            raise OvspecError(f"The line must be a JSON object or string, not {json.dumps(entry):.20}.")
         custom_id = entry.get("custom_id", entry.get("id"))
         if custom_id is not None:
             request_id = str(custom_id)

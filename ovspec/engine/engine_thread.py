@@ -124,10 +124,11 @@ class EngineThread:
         )
         self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, self._cache_limit_bytes), 2**62))
         if self.max_cache_tokens < MIN_CACHE_TOKENS:
-            error_message = f"The memory for KV caches holds only {max(0, self.max_cache_tokens)} tokens; free memory"
-            if runtime.models.cache_limit_bytes:
-                error_message += ", or raise `cache_size`"
-            raise OvspecError(f"{error_message}.")
+            advice = "raise `cache_size`" if runtime.models.cache_limit_bytes else "close other programs"
+            raise OvspecError(
+                f"The memory for KV caches holds only {max(0, self.max_cache_tokens)} tokens, but at least "
+                f"{MIN_CACHE_TOKENS} are needed; {advice}."
+            )
         if warm_up:
             runtime.models.free_idle_caches()  # from the warm-up
             runtime.models.limit_cached_tokens(self.max_cache_tokens)

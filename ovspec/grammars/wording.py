@@ -10,7 +10,10 @@ ERROR_WORDINGS = (
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
     (r"NoExtension", "no token can follow here"),
     (r"(?:Lexer|Parser)TooComplex", "it is too complex; simplify it"),
-    (r"Regex is empty", "no text can have this pattern, format and length together; change one of them"),
+    (
+        r"Regex is empty",
+        "no string can have the pattern, format and length of a string in the schema; change one of them",
+    ),
     (r"^Failed to generate regex for integer range.*", "this integer's bounds are too far from 0; move them closer"),
     (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this schema (\1); change it"),
     (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it is too complex; simplify it"),
@@ -19,7 +22,7 @@ ERROR_WORDINGS = (
     (r"^lexer error", "this isn't valid Lark; is a quote or a slash missing?"),
     (r"^no start rule found|^Empty grammar", "there is no rule start; add a rule start for the whole text"),
     (r"^Unknown common regex: ([\w.]+)", r"\1 can't be imported; define it in the grammar"),
-    (r"unknown special token: (\S+?);", r"unknown special token \1"),
+    (r"unknown special token: (\S+?);", r"\1 is not a special token of the model; use another"),
 )
 
 

@@ -87,8 +87,8 @@ def require_neutral_value(neutral_values: tuple[JsonValue, ...], advice: str, va
     if value in neutral_values:
         return value
     allowed_values = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
-    exception_clause = f", except as {allowed_values}" if allowed_values else ""
-    problem = f"is not supported{exception_clause}; {advice}"
+    refusal = f"is supported only as {allowed_values}" if allowed_values else "is not supported"
+    problem = f"{refusal}; {advice}"
     raise PydanticCustomError("unmet", "{problem}", {"problem": problem})
 
 

@@ -36,7 +36,10 @@ class ConstraintMaker:
     def vocabulary_index(self) -> VocabularyIndex:
         """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
-            reason = "its tokenizer can't map each token to bytes, as grammars and token healing need; leave them out"
+            reason = (
+                "its tokenizer can't map each token to bytes, as needed by grammars and token healing; "
+                "leave out the grammar and `heal`"
+            )
             raise OvspecError(f"{self._tokenizer.folder}: {reason}.")
         return VocabularyIndex(self._tokenizer.vocabulary)
 

@@ -58,8 +58,8 @@ def check_option_combinations(options: ServeParams, keys: list[str]) -> None:
         )
     if options.lookup_memory and len(keys) > 1:
         raise OvspecError(
-            "`lookup_memory` can't be combined with several keys, because latency could reveal others' prompts; "
-            "leave it out."
+            "`lookup_memory` can't be combined with several API keys, because latency could reveal others' prompts; "
+            "leave `lookup_memory` out."
         )
 
 

@@ -91,7 +91,7 @@ def encode_prompt_of_body(context: ServerContext, ignored_names: IgnoredNames, b
         check_chat_ending(body, [])
         refuse_template_variables(body.chat_template_kwargs)
         if body.tools:
-            raise RequestError("tools need messages; leave them out.", "tools")
+            raise RequestError("`tools` needs `messages`; leave `tools` out.", "tools")
         return lm.tokenizer.encode(texts[0], False not in special_fields.values()).tolist()
     if field := next(iter(special_fields), None):
         raise RequestError(f"{field} can't be combined with messages; leave it out.", field)

@@ -292,7 +292,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
     *_, error = [line for line in without_times(output.read_text("utf-8")) if line["id"] == "deadly"]
     assert error == {
         "id": "deadly",
-        "error": "The worker that answered this line died of SIGFPE; other workers answered the other lines.",
+        "error": "Several workers failed while they ran this line, and the last died of SIGFPE; leave it out.",
     }
     others = [
         [line for line in lines if line["id"] != "deadly"]

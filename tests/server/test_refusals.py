@@ -110,7 +110,7 @@ def test_wrong_fields_are_named(server: Running, path: str, body: Any, message: 
         ({"role": "user", "content": None}, "each message needs content"),
         ({"role": "user", "content": ["Hi"]}, "each message needs content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
-        ({"role": "user", "content": [{"type": "text"}]}, "needs a string in its field text"),
+        ({"role": "user", "content": [{"type": "text"}]}, "must have a string as its text"),
         ({"role": "user", "content": "Hi", "name": 5}, "name must be a string"),
         ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "each tool call must"),
         ({"role": "assistant", "content": "", "tool_calls": {"id": "1"}}, "tool_calls must be a list"),

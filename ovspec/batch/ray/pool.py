@@ -179,7 +179,7 @@ class WorkerPool:
                 self._interrupted_groups.extend(group.split_by_request())
             else:
                 sentence = (
-                    f"The worker that answered this line {death_description}; other workers answered the other lines."
+                    f"Several workers failed while they ran this line, and the last {death_description}; leave it out."
                 )
                 output_lines = [make_error_line(request, sentence) for request in group.requests.values()]
                 self._finish_group(group, output_lines, worker.arithmetic)

@@ -234,7 +234,7 @@ def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_message_error(f"a content part of the type {part_type} needs a string in its field {part_type}.")
+        raise make_message_error(f"a content part of the type {part_type} must have a string as its {part_type}.")
     fields = [field for field in part if part[field] is not None]
     message = f"messages: {{name}} is not a field of a content part of the type {part_type}"
     refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, part_type}, message, "messages")

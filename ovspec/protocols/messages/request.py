@@ -253,7 +253,7 @@ def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
 
 def read_block_string(block: JsonObject, field: str) -> str:
     if not isinstance(text := block.get(field), str):
-        raise make_message_error(f"a content block of the type {block['type']} needs a string in its field {field}.")
+        raise make_message_error(f"a content block of the type {block['type']} must have a string as its {field}.")
     return text
 
 

@@ -256,7 +256,7 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
 def read_item_string(item: JsonObject, field: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
     if not isinstance(field_value := item.get(field), str):
-        raise make_field_error("input", f"an item of the type {item['type']} needs a string in its field {field}.")
+        raise make_field_error("input", f"an item of the type {item['type']} must have a string as its {field}.")
     return field_value
 
 
@@ -285,5 +285,5 @@ def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_field_error("input", f"a content part of the type {part_type} needs a string in its field {field}.")
+        raise make_field_error("input", f"a content part of the type {part_type} must have a string as its {field}.")
     return text
