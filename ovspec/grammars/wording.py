@@ -10,10 +10,7 @@ ERROR_WORDINGS = (
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
     (r"NoExtension", "no token can follow here"),
     (r"(?:Lexer|Parser)TooComplex", "it is too complex; simplify it"),
-    (
-        r"Regex is empty",
-        "no string can have the pattern, format and length of a string in the schema; change one of them",
-    ),
+    (r"Regex is empty", "a string in the schema can't have its pattern, format and length together; change one"),
     (r"^Failed to generate regex for integer range.*", "this integer's bounds are too far from 0; move them closer"),
     (r"^Unsatisfiable schema: (.*)", r"no JSON text satisfies this schema (\1); change it"),
     (r"(?i)too many (?:items|states|expressions)|row has \d+ items", "it is too complex; simplify it"),
