@@ -523,7 +523,7 @@ def test_a_line_that_kills_gets_an_error(
     found = lines_of(pool, groups(texts, known=(3, 72)))
     pool.close()
     error = found.pop(70)
-    assert f"this line {told}; " in error["error"]
+    assert f"ran this line, and the last {told}; " in error["error"]
     assert re.fullmatch(r"kind of \d", error["worker"])
     assert sorted(found) == [n for n in range(100) if n not in (3, 70, 72)]
     assert all(line["text"] == texts[n] for n, line in found.items())
