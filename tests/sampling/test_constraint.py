@@ -457,7 +457,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "half a character of prompt": ({"regex": "a", "constrain_from": 1.5}, "must be a string, or a number"),
     "a file's name": ({"grammar": "words.lark"}, "give its text, or a Path"),
     "a schema's name": ({"json_schema": "person.json"}, "give the schema's text, or a Path"),
-    "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "pass the grammar as gbnf"),
+    "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "use `gbnf` instead of `grammar`"),
     "a folder": ({"grammar": ROOT}, "is a folder"),
     "no choice": ({"choice": iter([])}, "must be a non-empty list"),
     "a processor that returns nothing": ({"logits_processors": [lambda *_: None]}, "must return logits"),
