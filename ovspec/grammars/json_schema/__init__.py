@@ -113,7 +113,7 @@ def compile_schema(
 
 
 def says_unsatisfiable(problem: str) -> bool:
-    return problem.startswith(("no JSON text satisfies", "no text can have this pattern"))
+    return problem.startswith(("no JSON text satisfies", "a string in the schema can't have its pattern"))
 
 
 def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
