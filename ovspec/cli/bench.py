@@ -63,7 +63,7 @@ def bench(
     """
     raise_usage_error_if(
         draft and "lookup" in draft.split(","),
-        "--draft must be a draft model or head: prompt lookup is timed in any case.",
+        "--draft must be a draft model or head, because prompt lookup is timed anyway.",
     )
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice
