@@ -77,7 +77,7 @@ def test_the_file_of_messages_is_up_to_date() -> None:
 
 def test_most_messages_are_found(messages: set[str]) -> None:
     assert len(messages) > 800
-    assert {"{path}: not UTF-8 text; save it as UTF-8.", "--logprobs needs --json."} <= messages
+    assert {"{path}: not UTF-8 text; save the file as UTF-8.", "--logprobs needs --json."} <= messages
 
 
 def literals(node: ast.AST) -> Iterator[str]:

@@ -39,7 +39,7 @@ class AsyncTextStream:
         async for _ in self._pieces:
             pass
         if not self._finished_rows:
-            raise OvspecError("The stream ended before the text was finished; request it again.")
+            raise OvspecError("The stream ended before the text was finished; request the text again.")
         return await asyncio.to_thread(self._finished_rows[0].result)
 
 

@@ -209,7 +209,8 @@ class LanguageModel:
         params = self._make_single_text_params(options)
         if params.batch_size != DEFAULT_PARAMS.batch_size:
             raise OvspecError(
-                "`batch_size` can't be set in `agenerate` and `astream`: their calls share a batch; leave it out."
+                "`batch_size` can't be set in `agenerate` and `astream`, because their calls share a batch; leave "
+                "`batch_size` out."
             )
         return params
 
@@ -304,7 +305,9 @@ class LanguageModel:
         """
         context_length = self.target.ir.context_length
         if context and context_length and context > context_length:
-            raise OvspecError(f"`context` is {context}, but the model's context is {context_length} tokens; lower it.")
+            raise OvspecError(
+                f"`context` is {context}, but the model's context is {context_length} tokens; lower `context`."
+            )
         context = context or min(DEFAULT_PERPLEXITY_CONTEXT, context_length or DEFAULT_PERPLEXITY_CONTEXT)
         decoders = self.runtime.decoder_pool.acquire()
         try:

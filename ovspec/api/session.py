@@ -131,7 +131,7 @@ class Session:
             OvspecError: ``mark`` is not a mark, or has unknown tokens.
         """
         if not isinstance(mark, Mark):
-            raise OvspecError(f"`rewind` needs a mark made by `mark`, not {type(mark).__name__}.")
+            raise OvspecError(f"`rewind` needs a mark returned by `mark()`, not {type(mark).__name__}.")
         self._claim_decoders()
         self.runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses another vocabulary's mark
         self._restore_mark(mark)
@@ -392,13 +392,13 @@ def strip_eos(tokens: np.ndarray, eos_ids: frozenset[int]) -> np.ndarray:
 def refuse_late_options(params: Params) -> None:
     """Raise OvspecError for options too late for a session."""
     if params.retries:
-        raise OvspecError("`retries` can't be used in a session; leave it out.")
+        raise OvspecError("`retries` can't be used in a session; leave `retries` out.")
     for option in CHAT_OPTIONS:
         if getattr(params, option) != getattr(DEFAULT_PARAMS, option):
             remedy = "call the model's `generate` with the messages"
             if option == "chat_template_kwargs":
                 remedy = "set the session's `chat_template_kwargs` before you append messages"
             raise OvspecError(
-                f"`{option}` can't be set when a session generates, because its messages are already rendered; "
-                f"{remedy}."
+                f"`{option}` can't be set when a session generates, because the session's messages are already "
+                f"rendered; {remedy}."
             )

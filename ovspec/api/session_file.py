@@ -83,7 +83,7 @@ def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark)
         OvspecError: the file can't be written.
     """
     if path.is_dir():
-        raise OvspecError(f"{path}: is a folder; give a file for the session.")
+        raise OvspecError(f"{path}: is a folder; give a file name for the session.")
     mark_fields = asdict(mark)
     arrays: dict[str, np.ndarray] = {"tokens": mark_fields.pop("tokens")}
     cache_arrays: dict[str, np.ndarray] = {}
@@ -179,18 +179,20 @@ def open_session_file(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     except OSError as error:
         raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}.") from None
     except Exception as error:
-        raise OvspecError(f"{path}: not a session file, or damaged; choose another.") from error
+        raise OvspecError(f"{path}: not a session file, or damaged; choose another file.") from error
 
 
 def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], model_folder: Path) -> SessionHeader:
     """Return the JSON part; raises OvspecError for a newer format or another model than in ``model_folder``."""
     header_fields = json.loads(arrays["about"].tobytes())
     if header_fields["format"] != FORMAT_VERSION:
-        raise OvspecError(f"{path}: unknown format {str(header_fields['format'])[:20]}; update ovspec.")
+        raise OvspecError(
+            f"{path}: a session file of the unknown format {str(header_fields['format'])[:20]}; update ovspec."
+        )
     header = msgspec.convert(header_fields, SessionHeader)
     if header.caches["target"].model != hash_model_and_tokenizer(model_folder):
         raise OvspecError(
-            f"{path}: the session was saved with another model than {model_folder}; load the session's model."
+            f"{path}: the session was saved with another model than {model_folder}; load the model of the session."
         )
     return header
 

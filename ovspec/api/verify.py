@@ -85,7 +85,7 @@ def verify_in_steps(
     record = result.record
     if not record:
         raise OvspecError(
-            "The result has no record of its model and options, so it can't be verified; generate it again."
+            "The result has no record of its model and options, so it can't be verified; generate the text again."
         )
     identity = record.model().get("identity")
     if identity != runtime.identity["identity"]:
@@ -100,7 +100,7 @@ def verify_in_steps(
     for option in CALLABLE_OPTIONS:
         if getattr(record.params, option):
             raise OvspecError(
-                f"A text made with `{option}` can't be verified: the record doesn't contain your functions."
+                f"A text made with `{option}` can't be verified, because your function isn't saved with the text."
             )
     params = runtime.row_maker.complete_params(record.params)
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
@@ -271,5 +271,7 @@ def result_from_json(data: JsonObject) -> Result:
         if int(record["n"]) != provenance.params.n:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise OvspecError("not a result with a record; give the JSON of 'ovspec generate --json'.") from None
+        raise OvspecError(
+            "not a result with a record of its model and options; give the JSON of 'ovspec generate --json'."
+        ) from None
     return Result(text, token_ids, finish_reason, record=provenance)

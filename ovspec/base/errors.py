@@ -30,7 +30,7 @@ class WriteError(OvspecError, OSError):
 
     def __init__(self, file: object, error: OSError) -> None:
         reason = error.strerror or str(error)
-        super().__init__(f"{file}: can't be written ({reason}); free some space, or choose another place.")
+        super().__init__(f"{file}: can't be written ({reason}); free some space, or choose another folder.")
         self.errno = error.errno
 
 

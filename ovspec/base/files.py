@@ -47,7 +47,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise OvspecError(f"{path}: {(error.strerror or str(error)).lower()}; give a text file.") from None
     except UnicodeDecodeError:
-        raise OvspecError(f"{path}: not UTF-8 text; save it as UTF-8.") from None
+        raise OvspecError(f"{path}: not UTF-8 text; save the file as UTF-8.") from None
     if not text.strip():
         raise OvspecError(f"{path}: contains no text; give a file with text.")
     return text
@@ -56,7 +56,9 @@ def read_text(path: Path) -> str:
 def require_model_path(path: Path) -> Path:
     """Return ``path``, the path of a loaded model; raise UnavailableError if it has been deleted since."""
     if not path.exists():
-        raise UnavailableError(f"{path}: deleted since the model was loaded; restore it, or load the model again.")
+        raise UnavailableError(
+            f"{path}: deleted since the model was loaded; restore the file, or load the model again."
+        )
     return path
 
 
@@ -118,7 +120,7 @@ def check_file_name(path: Path) -> None:
         set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in WINDOWS_DEVICE_NAMES
     )
     if sys.platform == "win32" and is_forbidden:
-        raise OvspecError(f"{path}: not a valid file name on Windows; choose another.")
+        raise OvspecError(f"{path}: not a valid file name on Windows; choose another name.")
 
 
 def rename_with_retries(old_path: Path, new_path: Path) -> None:

@@ -32,7 +32,7 @@ class PartialResults:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise OvspecError(
-                f"{output}: another batch is writing to it; wait for it, or choose another output."
+                f"{output}: another batch is writing this file; wait until that batch ends, or choose another output."
             ) from None
         self._lines = dict[str, JsonObject]()
         self._stream = self.file.open("a", encoding="utf-8", newline="\n")

@@ -135,14 +135,14 @@ def parse_line(line: str, default_id: str) -> BatchRequest:
             kind = openai_request_kind(entry)
             body = entry.get("body")
             if not isinstance(body, dict):
-                raise OvspecError("The request has no body; put its fields into body.")
+                raise OvspecError("The request has no body; put the prompt or messages and all options into body.")
         return BatchRequest(request_id, line, read_line_body(body, kind))
     except json.JSONDecodeError as error:
         error_message = f"The line is not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
-        error_message = "The line has an unpaired surrogate (\\ud800 to \\udfff); remove it."
+        error_message = "The line has an unpaired surrogate (\\ud800 to \\udfff); remove the surrogate."
     except (ValueError, RecursionError):
-        error_message = "The line is nested too deeply, or a number in it has too many digits; simplify it."
+        error_message = "The line is nested too deeply, or a number in it has too many digits; simplify the line."
     except OvspecError as error:
         error_message = str(error)
     return BatchRequest(request_id, line, TextRequest(kind, []), error_message)
@@ -152,7 +152,7 @@ def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
     """Return the request in the body of a line; raises OvspecError for options unsupported in batches."""
     for field in (*FIELDS_REFUSED_IN_BATCH, "stream"):
         if body.get(field) is not None and (field, body[field]) != ("stream", False):
-            raise OvspecError(f"{field} can't be set in a batch request; leave it out.")
+            raise OvspecError(f"{field} can't be set in a batch request; leave {field} out.")
     request = read_chat_or_completion(validate_body(body, BODY_OF_KIND[kind]), kind)
     if request.only_prompts:
         raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1 for no limit.")
@@ -168,7 +168,7 @@ def to_chat_request(request: BatchRequest, system: str | None) -> BatchRequest:
     if request.error or not is_plain:
         return request
     if request.text_request.echo:
-        return replace(request, error="echo can't be combined with --chat; leave it out.")
+        return replace(request, error="echo can't be combined with --chat; leave echo out.")
     system_messages = [{"role": "system", "content": system}] if system is not None else []
     chats: list[Any] = [[*system_messages, {"role": "user", "content": prompt}] for prompt in prompts]
     return replace(request, text_request=replace(request.text_request, prompts=chats))

@@ -292,7 +292,7 @@ def compute_logits_indices(
     if not any(counts):
         raise ValueError("`feed` needs at least one token.")
     if any(logits_count > count for logits_count, count in zip(logits_counts, counts, strict=True)):
-        raise ValueError("Logits can be requested only for the tokens being fed; request fewer.")
+        raise ValueError("`feed` returns logits only for the tokens it feeds; request fewer logits.")
     row_ends = list(itertools.accumulate(counts))
     if not packed:
         row_ends = [row * max(counts) + count for row, count in enumerate(counts)]

@@ -185,7 +185,7 @@ class HybridDecoder(PagedDecoder):
         states = [block_arrays.pop(STATE_INPUT.format(index), None) for index in self._state_indices]
         for state, shape in zip(states, self._advance.shapes, strict=True):
             if state is None or state.shape != shape or state.dtype != np.float32:
-                raise ValueError("The saved recurrent states don't fit this model; read the text again.")
+                raise ValueError("The saved recurrent states don't fit this model; prefill the text again.")
         super().restore(tokens, block_arrays)
         own_states = [ov.Tensor(np.array(state)) for state in states if state is not None]
         self._states[0] = self._make_row_states_from(StateSnapshot(len(tokens), own_states, self._spare_tensors))

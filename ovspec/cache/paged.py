@@ -200,7 +200,9 @@ class PagedDecoder:
             expected_layouts = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected_layouts:
                 self.reset(1)
-                raise ValueError("The saved KV cache doesn't fit this model and `kv_precision`; read the text again.")
+                raise ValueError(
+                    "The saved KV cache doesn't fit this model and `kv_precision`; prefill the text again."
+                )
             for name, array in arrays.items():
                 own_arrays[name].write_bits(table, array)
         self.rows[0].commit(tokens)

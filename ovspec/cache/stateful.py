@@ -248,19 +248,19 @@ class StatefulDecoder:
             arrays = dict(arrays)
             features = arrays.pop(FEATURES_OUTPUT, self._features[0].values)
             if features.shape != (length, self._feature_width) or features.dtype != np.float32:
-                raise ValueError("The saved hidden states don't fit this model; read the text again.")
+                raise ValueError("The saved hidden states don't fit this model; prefill the text again.")
             self._features[0].commit(features)
         state_lengths = {state.name: 1 if state.sequence_axis is None else length for state in self._ir.states}
         state_sizes = {state.name: state.width * state_lengths[state.name] for state in self._ir.states}
         if {name: array.size for name, array in arrays.items()} != state_sizes:
-            raise ValueError("The saved KV cache doesn't fit this model; read the text again.")
+            raise ValueError("The saved KV cache doesn't fit this model; prefill the text again.")
         for state in self._ir.states:
             array = arrays[state.name]
             axis_sizes = {state.batch_axis: 1}
             if state.sequence_axis is not None:
                 axis_sizes[state.sequence_axis] = length
             if array.dtype.kind != "f" or any(array.shape[axis : axis + 1] != (n,) for axis, n in axis_sizes.items()):
-                raise ValueError("The saved KV cache has another shape than this model's; read the text again.")
+                raise ValueError("The saved KV cache has another shape than this model's; prefill the text again.")
         self.set_states(arrays)
         self.rows[0].commit(tokens)
         self._slot_tables.extend([length])

@@ -62,7 +62,8 @@ def bench(
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3
     """
     raise_usage_error_if(
-        draft and "lookup" in draft.split(","), "--draft must be a draft model or head; prompt lookup is always timed."
+        draft and "lookup" in draft.split(","),
+        "--draft must be a draft model or head, because prompt lookup is timed anyway.",
     )
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice

@@ -300,7 +300,7 @@ def load_chat_file(conversation: Conversation, path: Path) -> None:
         )
         messages = conversation.session.messages
         if len(conversation.session) and not messages:
-            raise OvspecError(f"{path}: not a chat; continue this text with 'ovspec generate --session'.")
+            raise OvspecError(f"{path}: a saved text, not a chat; continue the text with 'ovspec generate --session'.")
     conversation.system = None
     if messages and messages[0]["role"] == "system":
         conversation.system = messages[0]["content"]

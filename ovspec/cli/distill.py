@@ -89,7 +89,9 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
       ovspec distill my-model -o my-draft --draft org/small-model --trim-vocabulary 8000
       ovspec generate my-model "Once upon a time" --draft my-head --stats
     """
-    raise_usage_error_if(trim_vocabulary and not draft, "--trim-vocabulary works only on draft models; add --draft.")
+    raise_usage_error_if(
+        trim_vocabulary and not draft, "--trim-vocabulary works only with a draft model; add --draft MODEL."
+    )
     from ovspec.setup.exporting import import_export_package
 
     message = "Error: stopped by SIGTERM; run the same command to continue."

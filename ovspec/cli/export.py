@@ -136,7 +136,8 @@ def export(
     }
     if list_families:
         raise_usage_error_if(
-            passed_names - {"list_families"}, "--list-families can't be combined with other arguments; leave them out."
+            passed_names - {"list_families"},
+            "--list-families can't be combined with other arguments; leave the others out.",
         )
         click.echo("\n".join(import_export_package().describe_families()))
         return
@@ -144,7 +145,7 @@ def export(
         raise_usage_error_if(not target, "--prepare needs families: ovspec export --prepare FAMILY...")
         raise_usage_error_if(
             passed_names - {"prepare", "target"},
-            "--prepare only downloads and takes no export options; leave them out.",
+            "--prepare only downloads and takes no export options; leave the options out.",
         )
         export_package = import_export_package()
         export_package.prepare_environments(export_package.find_environments(target))

@@ -105,7 +105,8 @@ def generate(
     continues_session = session is not None and session.exists()
     check_chat_options(chat, system, options["heal"])
     raise_usage_error_if(
-        system is not None and continues_session, "--system can't change a saved chat; choose another --session."
+        system is not None and continues_session,
+        "--system can't change a saved chat; leave --system out, or choose another --session.",
     )
     raise_usage_error_if(prefill is not None and not chat, "--prefill needs --chat.")
     raise_usage_error_if(
@@ -121,7 +122,8 @@ def generate(
     flag = "--session" if session else "--context"
     raise_usage_error_if((session or context) and compare, f"{flag} can't be combined with --compare; leave one out.")
     raise_usage_error_if(
-        (session or context) and several_texts, f"{flag} needs a single text; leave out --samples and --retries."
+        (session or context) and several_texts,
+        f"{flag} works only for a single text; leave out --samples and --retries.",
     )
 
     from ovspec.cli import output
@@ -196,7 +198,7 @@ def check_comparable(params: Params) -> None:
     )
     raise_usage_error_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
     raise_usage_error_if(
-        params.n > 1 or params.retries, "--compare needs a single text; leave out --samples and --retries."
+        params.n > 1 or params.retries, "--compare works only for a single text; leave out --samples and --retries."
     )
     refuse_zero_max_tokens(params, "--compare")
 
@@ -251,7 +253,7 @@ def read_prompt(
     if not source_count and not is_needed and (sys.stdin.isatty() or sys.stdin.closed):
         return None
     raise_usage_error_if(
-        not source_count and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin."
+        not source_count and sys.stdin.isatty(), "No prompt; give a prompt as an argument, with --file, or on stdin."
     )
     try:
         prompt_bytes = sys.stdin.buffer.read() if prompt_file in (None, "-") else Path(prompt_file).read_bytes()
@@ -260,7 +262,7 @@ def read_prompt(
     try:
         prompt = prompt_bytes.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise click.UsageError("The prompt is not UTF-8 text; convert it to UTF-8.") from None
+        raise click.UsageError("The prompt is not UTF-8 text; convert the prompt to UTF-8.") from None
     prompt = re.sub(r"\r?\n\Z", "", prompt)  # which editors and programs add
     if prompt_file is None and not is_needed and not prompt:
         return None

@@ -48,7 +48,7 @@ def inspect(
             f"{folder} has no manifest, so --verify can't check it; export the model with 'ovspec export'."
         )
     if report and not report.absolute().parent.is_dir():  # checked before minutes of work
-        raise OvspecError(f"--report {report}: there is no folder {report.parent}; create it first.")
+        raise OvspecError(f"--report {report}: there is no folder {report.parent}; create the folder first.")
     device_options = make_device_options(load_params)
     uses_profile = load_params.tune is not False
     with show_step(f"{folder}: compiling and probing"):

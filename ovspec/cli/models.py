@@ -35,7 +35,9 @@ def models(arguments: tuple[str, ...], prune: float | None) -> None:
         arguments and arguments[0] != REMOVE_WORD, "Too many arguments; to delete models, run: ovspec models rm NAME..."
     )
     raise_usage_error_if(len(arguments) == 1, "Missing names; give the models to delete: ovspec models rm NAME...")
-    raise_usage_error_if(arguments and prune is not None, "--prune can't be combined with names; leave one out.")
+    raise_usage_error_if(
+        arguments and prune is not None, "--prune can't be combined with names; leave out --prune or the names."
+    )
     from ovspec.setup import model_store
 
     folders = []

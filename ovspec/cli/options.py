@@ -141,7 +141,7 @@ def parse_draft_or_text(text: str) -> DraftChoice | str:
 
 def check_session_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
     if file and not file.parent.is_dir():
-        raise click.UsageError(f"--session {file}: there is no folder {file.parent}; create it first.")
+        raise click.UsageError(f"--session {file}: there is no folder {file.parent}; create the folder first.")
     return file
 
 
@@ -230,7 +230,7 @@ def read_text_or_stdin(file: str | Path) -> str:
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise click.UsageError("stdin: not UTF-8 text; convert it to UTF-8.") from None
+        raise click.UsageError("stdin: not UTF-8 text; convert the text to UTF-8.") from None
     raise_usage_error_if(not text.strip(), "stdin: contains no text; give text.")
     return text
 

@@ -55,7 +55,9 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
             model_key = json.dumps(identity, sort_keys=True, default=str)
             if model_key not in models:
                 model_folder = Path(folder or str(identity.get("folder", "")))
-                message = f"{label}: its model {model_folder} was not found; give the model's folder with --model."
+                message = (
+                    f"{label}: the result's model {model_folder} was not found; give the model's folder with --model."
+                )
                 raise_usage_error_if(not folder and not model_folder.is_dir(), message)
                 models[model_key] = load_model(model_folder, draft="none", **recorded_load_options(identity, runtime))
             with show_step(f"{label}: checking"):
@@ -68,7 +70,10 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
                 f"{label}: {mistake_line}"
                 for mistake_line in describe_mistakes(models[model_key], verification, identity)
             ]
-    raise_usage_error_if(not verifications, f"{source_name}: contains only errors, no texts; give another file.")
+    raise_usage_error_if(
+        not verifications,
+        f"{source_name}: no text to verify, because all requests failed; give another file.",
+    )
     token_count = sum(verification.tokens for verification in verifications.values())
     exact_count = sum(verification.exact for verification in verifications.values())
     if as_json:
@@ -87,7 +92,9 @@ def iterate_recorded_texts(source: str, source_name: str) -> Iterator[tuple[str,
     """Yield (label, text with its record) for each text in a result or in a batch's output."""
     for label, entry in parse_entries(source, source_name):
         is_object = isinstance(entry, dict)
-        raise_usage_error_if(not is_object, f"{label}: not a result; give a file written by --json or a batch.")
+        raise_usage_error_if(
+            not is_object, f"{label}: not a result; give the output of 'ovspec generate --json' or 'ovspec batch'."
+        )
         if "record" not in entry and entry.get("error"):  # a batch's failed request
             continue
         response = entry.get("response")
@@ -109,7 +116,9 @@ def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
             if line.strip():
                 entries.append((label, json.loads(line)))
         except ValueError:
-            raise click.UsageError(f"{label}: not JSON; give a file written by --json or a batch.") from None
+            raise click.UsageError(
+                f"{label}: not JSON; give the output of 'ovspec generate --json' or 'ovspec batch'."
+            ) from None
     return entries
 
 

@@ -58,11 +58,11 @@ def parse_draft(draft: Any) -> DraftChoice | None:
     for chain_part in chain_parts:
         if choice and chain_part == "lookup":
             raise OvspecError(
-                "`draft`: lookup must come first in a chain, because it costs nothing; write 'lookup,DRAFT'."
+                "`draft`: lookup must come first in a chain, because lookup costs nothing; write 'lookup,DRAFT'."
             )
         if choice.model:
             raise OvspecError(
-                "`draft`: a draft model or head must come last in a chain, because it always proposes tokens."
+                "`draft`: a draft model or head must come last in a chain, because no drafter after it would ever run."
             )
         if chain_part == "lookup":
             choice = replace(choice, lookup=True)
@@ -74,7 +74,8 @@ def parse_draft(draft: Any) -> DraftChoice | None:
             choice = replace(choice, user_drafter=chain_part)
         else:
             raise OvspecError(
-                f"`draft={chain_part!r}` is not a draft; give a folder, lookup, mtp, head, self or none, or a Drafter."
+                f"`draft={chain_part!r}` is not a draft; give the folder of a draft model or head, "
+                "or lookup, mtp, head, self or none, or a Drafter."
             )
     if (
         choice.lookup + (choice.user_drafter is not None) + (choice.model is not None) < len(chain_parts)

@@ -53,4 +53,4 @@ class UserDrafter(Drafter):
             raise
         except Exception as error:
             message = f"{type(error).__name__}: {error}".rstrip(".: ")
-            raise OvspecError(f"The drafter {self.name} raised {message}; fix it, or leave it out.") from error
+            raise OvspecError(f"The drafter {self.name} raised {message}; fix the drafter, or leave it out.") from error

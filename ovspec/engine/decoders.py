@@ -248,7 +248,7 @@ class ModelPair:
         if token_count > (free_tokens := self.count_tokens_below_limit(include_draft, can_wait)):
             raise OvspecError(
                 f"The text needs a KV cache of {token_count} tokens, but `cache_size` has room for "
-                f"{max(0, int(free_tokens))}; limit the text to fewer tokens, or raise `cache_size`."
+                f"{max(0, int(free_tokens))}; shorten the prompt, lower `max_tokens`, or raise `cache_size`."
             )
         if token_count * self._max_token_bytes > LEAST_CHECKED_BYTES:
             check_memory_for_tokens(self.compiled_irs(include_draft), token_count, self.idle_cache_bytes)

@@ -124,7 +124,7 @@ class EngineThread:
         )
         self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, self._cache_limit_bytes), 2**62))
         if self.max_cache_tokens < MIN_CACHE_TOKENS:
-            advice = "raise `cache_size`" if runtime.models.cache_limit_bytes else "close other programs"
+            advice = "raise `cache_size`" if runtime.models.cache_limit_bytes else "close other programs to free memory"
             raise OvspecError(
                 f"The memory for KV caches holds only {max(0, self.max_cache_tokens)} tokens, but at least "
                 f"{MIN_CACHE_TOKENS} are needed; {advice}."

@@ -173,7 +173,7 @@ def refuse_template_variables(template_variables: TemplateVariables | None) -> N
     """Raise OvspecError if there are ``template_variables``; for prompts other than chats."""
     if template_variables:
         raise OvspecError(
-            "`chat_template_kwargs` needs chat messages, but the prompt is text or token ids; leave it out."
+            "`chat_template_kwargs` needs chat messages, but the prompt is text or token ids; leave the option out."
         )
 
 
@@ -182,7 +182,7 @@ def refuse_chat_options(params: Params) -> None:
     for option_name in CHAT_OPTIONS:
         if getattr(params, option_name) != getattr(DEFAULT_PARAMS, option_name):
             raise OvspecError(
-                f"`{option_name}` needs chat messages, but the prompt is text or token ids; leave it out."
+                f"`{option_name}` needs chat messages, but the prompt is text or token ids; leave the option out."
             )
 
 

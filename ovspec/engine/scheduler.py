@@ -294,7 +294,7 @@ class Scheduler:
         if constraint_seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
             running_row.slow_seconds += constraint_seconds
             if running_row.slow_seconds > self._limits.max_constraint_seconds and not error:
-                error = OvspecError("The grammar takes too long to evaluate; simplify it.")
+                error = OvspecError("The grammar takes too long to evaluate; simplify the grammar.")
         if len(outcome.tokens) > outcome.forced_count:
             running_row.set_back_at = None
         if not error:

@@ -45,12 +45,14 @@ def check_select_options(options: object, terminator: object) -> None:
     if not isinstance(options, (list, tuple)) or not options or not all(isinstance(text, str) for text in options):
         raise OvspecError("`select` needs a non-empty list of strings.")
     if len(set(options)) < len(options):
-        raise OvspecError("`select` has the same option twice; leave one out.")
+        repeated_option = next(text for text in options if options.count(text) > 1)
+        raise OvspecError(f"`select` has the option {repeated_option!r:.80} twice; leave one out.")
     if terminator is not None and not isinstance(terminator, str):
         raise OvspecError(f"`terminator` must be a string, not {type(terminator).__name__}.")
     if "" in options and not terminator:
         raise OvspecError(
-            "`select` has an empty option, which would always win; set `terminator` to the text after the option."
+            "`select` has the empty option '', sure to win without a terminator; set `terminator` to the "
+            "text after each option."
         )
 
 

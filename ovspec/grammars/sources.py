@@ -116,7 +116,7 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
         reason = "a grammar can't import files; put all rules into it."
         raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
-        raise OvspecError(f"{label}: rules with ::= are GBNF; pass the grammar as gbnf.")
+        raise OvspecError(f"{label}: rules with ::= are GBNF; use `gbnf` instead of `grammar`.")
     grammar_parts: list[str] = []
     schema_grammars: list[dict[str, str]] = []
     next_index = 0
@@ -124,7 +124,7 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
         grammar_parts.append(text[next_index : match.end()])
         next_index = match.end()
         if refused_option := match["option"]:
-            reason = f"{refused_option}= isn't supported, because it can't be rolled back; leave it out."
+            reason = f"the attribute {refused_option}= isn't supported; delete it from the rule."
             raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
         if match["json"]:
             schema_lark, schema_end = convert_inline_schema(text, next_index, label)
@@ -162,7 +162,7 @@ def convert_inline_schema(text: str, schema_start: int, label: str) -> tuple[str
         schema, schema_end = json.JSONDecoder().raw_decode(text, schema_start)
         compiled_schema = compile_schema(schema, find_schema_problem)
         if compiled_schema.item_tracks:
-            raise OvspecError("uniqueItems: this can't be enforced within a grammar; leave it out.")
+            raise OvspecError("uniqueItems: this keyword can't be enforced within a grammar; remove it.")
         return compiled_schema.lark, schema_end
     except (ValueError, RecursionError):
         reason = "the JSON schema isn't valid JSON."
@@ -216,7 +216,7 @@ def check_text(text: str, label: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         location = line_and_column(text, error.start)
-        raise OvspecError(f"{label} contains an unpaired surrogate at {location}; remove it.") from None
+        raise OvspecError(f"{label} contains an unpaired surrogate at {location}; remove the surrogate.") from None
 
 
 def line_and_column(text: str, index: int) -> str:

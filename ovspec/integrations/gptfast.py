@@ -42,7 +42,9 @@ class GPTFastModel:
         if prompt.ndim != 1:
             raise OvspecError(f"cur_tokens has the shape {prompt.shape}; it must be (1, n) or (n,).")
         if sampling_kwargs and not self._sample_function:
-            raise OvspecError(f"{', '.join(sampling_kwargs)}: needs a sample_function; pass it to gpt_fast().")
+            raise OvspecError(
+                f"{', '.join(sampling_kwargs)}: to use these options, pass a sample_function to gpt_fast()."
+            )
         result = self.model.generate(
             prompt,
             max_tokens=max_tokens,

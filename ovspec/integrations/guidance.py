@@ -90,13 +90,17 @@ class OpenVINOTokenizer(Tokenizer):
         if eos_id is None:
             eos_id = min(lm.generation_config.eos_ids, default=None)
         if eos_id is None:
-            raise OvspecError(f"{lm.folder}: guidance needs a model with an end-of-sequence token; use another model.")
+            raise OvspecError(
+                f"{lm.folder}: the library guidance needs a model with an end-of-sequence token; use another model."
+            )
         try:
             unpadded_json = json.dumps({**tokenizer_json, "padding": None, "truncation": None})
             ll_tokenizer = LLTokenizer(unpadded_json, eos_token=eos_id)
         except ValueError as error:
             reason = str(error)[:300].rstrip(".")
-            raise OvspecError(f"{lm.folder}: guidance can't use its tokenizer ({reason}); use another model.") from None
+            raise OvspecError(
+                f"{lm.folder}: the library guidance can't use the model's tokenizer ({reason}); use another model."
+            ) from None
         self.size = ll_tokenizer.vocab_size
         if chat_template is None:
             chat_template = find_model_template(lm)

@@ -55,6 +55,6 @@ def split_rendered_chat(template: ChatTemplate, roles: list[str], opens_answer: 
     for message in messages:
         text_before, matched_content, unsplit_text = unsplit_text.partition(message["content"])
         if not matched_content:
-            raise OvspecError("The chat template drops a message; set another `chat_template`.")
+            raise OvspecError(f"The chat template leaves out {message['role']} messages; set another `chat_template`.")
         texts_around.append(text_before)
     return [*texts_around, unsplit_text]

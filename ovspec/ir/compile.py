@@ -304,17 +304,19 @@ def read_model_graph(folder: Path, rewrite: Rewrite | None = None) -> ModelGraph
     input_names = {name for port in model.inputs for name in port.names}
     output_names = {name for port in model.outputs for name in port.names}
     if "logits" not in output_names or "input_ids" not in input_names:
-        raise OvspecError(f"{folder}: not a text generation model (it has no input_ids or no logits); choose another.")
+        raise OvspecError(
+            f"{folder}: not a text generation model (it has no input_ids or no logits); choose another model."
+        )
     if not states or not {"attention_mask", "beam_idx"} <= input_names:
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
     if unknown_inputs := input_names - KNOWN_INPUTS:
-        raise OvspecError(f"{folder}: the model's input {min(unknown_inputs)} is not supported; choose another.")
+        raise OvspecError(f"{folder}: the model's input {min(unknown_inputs)} is not supported; choose another model.")
     for parameter in model.get_parameters():
         if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
             model.remove_parameter(parameter)
     if (target_ids := read_target_ids(model)) is not None:
         if model.output("logits").get_partial_shape()[-1] != len(target_ids):
-            problem = f"its {TARGET_IDS_OUTPUT} and its logits differ in length"
+            problem = f"the head's {TARGET_IDS_OUTPUT} and logits differ in length"
             raise OvspecError(f"{folder}: {problem}; export the model again.")
         model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
     picks_logits = add_logits_index_input(model)

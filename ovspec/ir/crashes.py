@@ -64,10 +64,12 @@ def choose_crash_free_options(folder: Path, options: DeviceOptions) -> DeviceOpt
     cores = count_cores()
     threads = min(int(options.fixed_properties.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
     occasion = f"when it compiles this model for {precision} with {threads} thread{'s' * (threads != 1)}"
-    crash_text = f"{folder}: OpenVINO crashes here ({fault}) {occasion}"
+    crash_text = f"{folder}: OpenVINO crashes on this machine ({fault}) {occasion}"
     if options.precision:
-        raise OvspecError(f"{crash_text}; use `precision='f32'`, more threads, or int8 weights.")
-    note = f"{crash_text}, so it is computed in f32; more threads or int8 weights avoid this."
+        raise OvspecError(
+            f"{crash_text}; set `precision='f32'`, use more threads, or export the model with int8 weights."
+        )
+    note = f"{crash_text}, so the model is computed in f32; more threads or int8 weights avoid this."
     if note not in shown_notes:
         shown_notes.add(note)
         print_note(note)

@@ -160,7 +160,9 @@ def list_available_devices() -> list[tuple[str, str]]:
 def check_threads_option(threads: int | None, devices: list[str]) -> None:
     """Raise an OvspecError if ``threads`` is set and none of ``devices`` is the CPU."""
     if threads and not any("CPU" in list_possible_devices(device) for device in devices):
-        raise OvspecError(f"`threads={threads}` works only on a CPU, but the device is {devices[0]}; leave it out.")
+        raise OvspecError(
+            f"`threads={threads}` works only on a CPU, but the device is {devices[0]}; leave `threads` out."
+        )
 
 
 def parse_device_option(device: str, option: str = "device") -> str:

@@ -77,7 +77,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     head_width = fusion_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:
         problem = f"reads {head_width} hidden values per token, but the target has {target_width}"
-        raise OvspecError(f"{head}: the head {problem}; use it with its own target.")
+        raise OvspecError(f"{head}: the head {problem}; use the head with the model it was trained for.")
     fusion_result = head_model.output(FUSION_OUTPUT).get_node()
     fusion_parameter.output(0).replace(states)
     features = fusion_result.input_value(0)
@@ -100,13 +100,13 @@ def find_target_states(model: ov.Model, layers: list[int], target: Path, head: P
         final_states = find_lm_head_input(model)
         if final_states is None:
             raise OvspecError(
-                f"{head}: a head can't be used with this target: its lm_head can't be found; {DRAFT_MODEL_ADVICE}."
+                f"{head}: this target can't use a head: its lm_head can't be found; {DRAFT_MODEL_ADVICE}."
             )
         return final_states
     layer_inputs = find_target_layer_inputs(model, target, head)
     if max(layers) >= len(layer_inputs):
         problem = f"reads layer {max(layers)}, but the target has {len(layer_inputs)} layers"
-        raise OvspecError(f"{head}: the head {problem}; use it with its own target.")
+        raise OvspecError(f"{head}: the head {problem}; use the head with the model it was trained for.")
     return ops.concat([layer_inputs[layer] for layer in layers], -1).output(0)
 
 
@@ -138,9 +138,7 @@ def find_target_layer_inputs(model: ov.Model, target: Path, head_name: Path) -> 
     try:
         layer_inputs = find_layer_inputs(model, find_state_variables(model))
     except OvspecError as error:
-        raise OvspecError(
-            f"{head_name}: a head can't be used with this target: {error}; {DRAFT_MODEL_ADVICE}."
-        ) from None
+        raise OvspecError(f"{head_name}: this target can't use a head: {error}; {DRAFT_MODEL_ADVICE}.") from None
     layer_count = read_model_config(target).layer_count or len(layer_inputs)
     check_layers_have_states(len(layer_inputs), layer_count, str(head_name))
     return layer_inputs
@@ -153,7 +151,7 @@ def check_layers_have_states(layers_with_states: int, layer_count: int, head_nam
     """
     if layers_with_states != layer_count:
         problem = f"only {layers_with_states} of its {layer_count} layers have their own keys and values"
-        raise OvspecError(f"{head_name}: a head can't be used with this target: {problem}; {DRAFT_MODEL_ADVICE}.")
+        raise OvspecError(f"{head_name}: this target can't use a head: {problem}; {DRAFT_MODEL_ADVICE}.")
 
 
 def read_target_layers(head: ov.Model) -> list[int]:
@@ -213,12 +211,12 @@ def use_target_lm_head(hidden: ov.Output, target_ids: np.ndarray | None, folder:
         if target_ids is not None:
             keep_logits(logits_operations, target_ids)
     except ValueError as error:
-        raise OvspecError(f"{folder}: a head can't be used with this target: {error}; {DRAFT_MODEL_ADVICE}.") from None
+        raise OvspecError(f"{folder}: this target can't use a head: {error}; {DRAFT_MODEL_ADVICE}.") from None
     target_width = logits_operations[0].get_input_partial_shape(0)[-1]
     head_width = hidden.get_partial_shape()[-1]
     if target_width != head_width:
         problem = f"outputs {head_width} values per token, but the target's lm_head takes {target_width}"
-        raise OvspecError(f"{folder}: the head {problem}; use it with its own target.")
+        raise OvspecError(f"{folder}: the head {problem}; use the head with the model it was trained for.")
     logits_operations[0].input(0).replace_source_output(hidden)
     for operation in logits_operations:
         operation.validate_and_infer_types()
@@ -233,7 +231,7 @@ def use_target_embedding(model: ov.Model, folder: Path, target: Path) -> None:
     head_width = embeddings_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:
         problem = f"needs embeddings of {head_width} values, but the target's have {target_width}"
-        raise OvspecError(f"{folder}: the head {problem}; use it with its own target.")
+        raise OvspecError(f"{folder}: the head {problem}; use the head with the model it was trained for.")
     input_ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
     input_ids.output(0).get_tensor().set_names({"input_ids"})
     embeddings: ov.Node = ops.gather(embedding_table, input_ids, ops.constant(0, dtype=ov.Type.i64))

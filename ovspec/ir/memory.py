@@ -68,7 +68,7 @@ def check_memory_for_tokens(irs: list[CompiledIR], token_count: int, idle_bytes:
     free_bytes = psutil.virtual_memory().available + idle_bytes
     if needed_bytes > free_bytes:
         sizes = f"takes about {needed_bytes / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB of memory is free"
-        advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
+        advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`, such as u8"
         raise OvspecError(f"The KV cache of {token_count} tokens {sizes}; {advice}.")
 
 

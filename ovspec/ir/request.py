@@ -85,7 +85,9 @@ class InferenceRequest:
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
         if not np.isfinite(logits.max()):  # a single NaN makes the maximum NaN
             computes_in_f32 = self._ir.properties.get("INFERENCE_PRECISION_HINT") == "f32"
-            advice = "export the model again, or use another device" if computes_in_f32 else "try `precision='f32'`"
+            advice = (
+                "export the model again, or choose another `device`" if computes_in_f32 else "try `precision='f32'`"
+            )
             raise InferenceError(f"{self._ir.folder}: the model computed NaN or infinite logits; {advice}.")
         return logits
 

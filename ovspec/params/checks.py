@@ -43,9 +43,13 @@ def check_param_combinations(params: Params) -> Params:
     params = parse_tool_options(params)
     if params.sampler and (params.temperature or params.truncating_options):
         distribution_options = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
-        raise OvspecError(f"`sampler` can't be combined with {distribution_options}; leave one out.")
+        raise OvspecError(
+            f"`sampler` can't be combined with {distribution_options}; leave out `sampler` or all others."
+        )
     if params.sampler and params.accept == "rejection":
-        raise OvspecError("`accept='rejection'` needs probabilities, but a `sampler` returns none; leave one out.")
+        raise OvspecError(
+            "`accept='rejection'` needs probabilities, but a `sampler` returns none; leave out `accept` or `sampler`."
+        )
     if params.truncating_options and not params.temperature:
         verb = "needs" if len(params.truncating_options) == 1 else "need"
         truncating_options = " and ".join(f"`{name}`" for name in params.truncating_options)
@@ -56,7 +60,9 @@ def check_param_combinations(params: Params) -> Params:
 def parse_tool_options(params: Params) -> Params:
     """Return ``params`` with the tools in OpenAI's format; raises OvspecError for invalid tools or choices."""
     if "tools" in (params.chat_template_kwargs or {}) and params.tools:
-        raise OvspecError("`tools` and `chat_template_kwargs` both have tools; leave one out.")
+        raise OvspecError(
+            "`tools` and `chat_template_kwargs` both have tools; leave the tools out of `chat_template_kwargs`."
+        )
     if not params.tools:
         if params.tool_choice is not None:
             parse_tool_choice((), params.tool_choice)

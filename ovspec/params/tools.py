@@ -17,6 +17,8 @@ TOOL_CHOICE_MODES = ("auto", "none", "required")
 TOOL_CHOICE_FORMS = (
     '"auto", "none", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
 )
+SCHEMA_FORM = '{"type": "object", "properties": {…}}'
+TOOL_FORM = '{"type": "function", "function": {"name": …, "parameters": …}}'
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,22 @@ def parse_tool(tool: JsonValue) -> JsonObject:
     if callable(tool):
         tool = describe_function(tool)
     if not isinstance(tool, Mapping):
-        raise OvspecError(f"`tools` has {tool!r:.80}; each tool must be a function, or an object with its description.")
+        raise OvspecError(f"`tools` has {tool!r:.80}; each tool must be {TOOL_FORM} or a Python function.")
     tool_type = tool.get("type", "function")
     function = tool.get("function", tool)
     if tool_type != "function" or not isinstance(function, Mapping):
-        raise OvspecError(f"`tools` has a tool of the type {tool_type!s:.40}; only functions are supported.")
+        raise OvspecError(f"`tools` has a tool of the type {tool_type!s:.40}; each tool must be {TOOL_FORM}.")
     name = function.get("name")
     parameters = function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME_PATTERN.fullmatch(name):
         raise OvspecError(f"`tools`: the name {name!r:.80} is invalid; use 1 to 128 letters, digits, _, . or -.")
     for schema_field in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
         if schema_field in function:
-            raise OvspecError(f"`tools`: {name} has its schema in {schema_field}; move it to parameters.")
+            raise OvspecError(
+                f"`tools`: {name} has its schema in the field {schema_field}; move the schema to the field parameters."
+            )
     if not isinstance(parameters, (Mapping, type(None))):
-        raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, as an object.")
+        raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema: an object such as {SCHEMA_FORM}.")
     if not isinstance(function.get("strict", False), (bool, type(None))):
         raise OvspecError(f"`tools`: the field strict of {name} must be true or false.")
     if not isinstance(function.get("description") or "", str):
@@ -93,7 +97,7 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
 
     function_name = getattr(function, "__name__", None)
     if not isinstance(function_name, str):
-        raise OvspecError(f"`tools` has {function!r:.80}, a function without a name; define it with def.")
+        raise OvspecError(f"`tools` has {function!r:.80}, a function without a name; define the function with def.")
     docstring = inspect.cleandoc(function.__doc__ or "")
     description, _, arguments_text = docstring.partition("Args:\n")
     argument_entries = re.findall(
@@ -105,13 +109,15 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
         raise OvspecError(
-            f"`tools`: the parameters of {function!r:.80} can't be read ({error!s:.80}); define it with def."
+            f"`tools`: the parameters of {function!r:.80} can't be read ({error!s:.80}); define the function with def."
         ) from None
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.annotation is parameter.empty:
-            raise OvspecError(f"`tools`: the parameter {name} of {function_name} has no type hint; add it.")
+            raise OvspecError(
+                f"`tools`: the parameter {name} of {function_name} has no type hint; add a type, as in {name}: str."
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
         argument_note = " ".join(argument_notes[name].split()) if name in argument_notes else None
         # Renamed, because pydantic reserves some names.
@@ -124,7 +130,7 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
     except (PydanticUserError, NameError) as error:
         reason = str(error).split("\n")[0].split(". ")[0]
         problem = f"`tools`: the type hints of {function_name} can't be turned into a JSON schema ({reason:.200})"
-        raise OvspecError(f"{problem}; use JSON types.") from None
+        raise OvspecError(f"{problem}; use types such as str, float or list[str].") from None
     return {
         "name": function_name,
         "description": description.split("\nReturns:")[0].strip(),
@@ -168,7 +174,9 @@ def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> Al
                 function.get("name") if isinstance(function, Mapping) else None for function in allowed_functions
             ]
             if not allowed_names and choice_content.get("mode") == "required":
-                raise OvspecError("`tool_choice` requires a tool call, but allows no tool; add a tool.")
+                raise OvspecError(
+                    "`tool_choice` requires a tool call, but the list of allowed tools is empty; add a tool."
+                )
             return AllowedCalls(
                 select_requested_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required"
             )

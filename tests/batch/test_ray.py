@@ -283,7 +283,8 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
         patch.setattr("ovspec.batch.ray.pool.RESTARTS_PER_WORKER", 0)
         patch.setattr("ovspec.batch.ray.pool.LINES_PER_RESTART", 1000)
         with pytest.raises(
-            OvspecError, match=rf"last worker died of SIGFPE while it generated texts with {pair} .*exact; set "
+            OvspecError,
+            match=rf"last worker died of SIGFPE while it generated texts with {pair} .*exact; after a crash, set ",
         ):
             on_cluster(str(file), output, pair, Deadly(), loading)
     assert not output.exists()
@@ -292,7 +293,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
     *_, error = [line for line in without_times(output.read_text("utf-8")) if line["id"] == "deadly"]
     assert error == {
         "id": "deadly",
-        "error": "Several workers failed while they ran this line, and the last died of SIGFPE; leave it out.",
+        "error": "Several workers failed while they ran this line, and the last died of SIGFPE; leave the line out.",
     }
     others = [
         [line for line in lines if line["id"] != "deadly"]
@@ -313,7 +314,8 @@ def test_a_first_worker_that_dies(pair: Path, requests_file: Path, tmp_path: Pat
                 time.sleep(60)
 
     told = (
-        rf"The first worker died of SIGFPE while it loaded {pair} `threads=1` on 1 processor; set another `precision`"
+        rf"The first worker died of SIGFPE while it loaded {pair} `threads=1` on 1 processor; after a crash, set "
+        "`precision='f32'`"
     )
     with pytest.raises(OvspecError, match=told):
         on_cluster(read_requests(requests_file), tmp_path / "out", pair, Deadly())

@@ -637,7 +637,7 @@ def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path)
 
 def test_two_batches_on_one_output(tmp_path: Path) -> None:
     first = PartialResults(tmp_path / "out.jsonl")
-    with pytest.raises(ovspec.OvspecError, match="another batch is writing to it"):
+    with pytest.raises(ovspec.OvspecError, match="another batch is writing this file"):
         PartialResults(tmp_path / "out.jsonl")
     first.close()
     PartialResults(tmp_path / "out.jsonl").close()

@@ -405,5 +405,5 @@ def test_feeding_nothing_is_refused(make_decoder: Callable[..., StatefulDecoder]
     decoder = make_decoder("mask")
     with pytest.raises(ValueError, match="at least one token"):
         decoder.feed([np.empty(0, dtype=np.int64)], [0])
-    with pytest.raises(ValueError, match="only for the tokens being fed"):
+    with pytest.raises(ValueError, match="only for the tokens it feeds"):
         decoder.feed([np.array([5])], [2])

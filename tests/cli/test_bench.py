@@ -121,7 +121,7 @@ def test_a_draft_that_is_named(command: Command, pair: Path, tmp_path: Path) -> 
     ("options", "message"),
     [
         (["--lookahead", "x"], "neither auto nor a number"),
-        (["--draft", "lookup,draft"], "lookup is always timed"),
+        (["--draft", "lookup,draft"], "lookup is timed anyway"),
         (["-n", "1"], "is not in the range"),
     ],
 )

@@ -152,7 +152,7 @@ def test_options_of_distill(run: Callable[..., Outcome], monkeypatch: pytest.Mon
     assert calls[2] == usual, "the defaults are the same"
     for wrong, told in (
         ((), "Missing option '-o'"),
-        (("-o", "out", "--trim-vocabulary", "9"), "--trim-vocabulary works only on draft models"),
+        (("-o", "out", "--trim-vocabulary", "9"), "--trim-vocabulary works only with a draft model"),
         (("-o", "out", "--minutes", "0.5"), "--minutes"),
         (("-o", "out", "--size-limit", "0"), "--size-limit"),
     ):

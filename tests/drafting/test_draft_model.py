@@ -193,9 +193,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     with pytest.raises(OvspecError, match="a draft with a trimmed vocabulary; load its target"):
         ovspec.load(draft)
     cases = {
-        "the draft proposes token id 4096, but the target has 4096 tokens; use it with its own target": ids + 4096 - ids[-1],
+        "the draft proposes token id 4096, but the target has 4096 tokens; use it with its own target": (
+            ids + 4096 - ids[-1]
+        ),
         "the draft proposes token id -1, but the target has 4096 tokens": ids - 1,
-        "its d2t and its logits differ in length": ids[1:],
+        "the head's d2t and logits differ in length": ids[1:],
     }
     for number, (told, wrong) in enumerate(cases.items()):
         shutil.copytree(pair / DRAFT_FOLDER, tmp_path / f"{number}")

@@ -143,7 +143,7 @@ def test_a_drafter_that_fails_is_named(load: Load, where: str, chained: bool) ->
     def drafting(drafter: Any) -> ovspec.LanguageModel:
         return lm.with_drafters(parse_draft(["lookup", drafter] if chained else drafter))
 
-    said = "^The drafter Failing raised ValueError: no idea; fix it, or leave it out.$"
+    said = "^The drafter Failing raised ValueError: no idea; fix the drafter, or leave it out.$"
     with pytest.raises(ovspec.OvspecError, match=said) as raised:
         drafting(Failing(error, where)).generate("a b c", max_tokens=20, lookahead=3)
     assert raised.value.__cause__ is error

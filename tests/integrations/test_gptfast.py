@@ -28,7 +28,7 @@ def test_gpt_fast(pair: Path, cache_dir: Path, reference: Reference) -> None:
         assert tokens[0].tolist() == prompt[0].tolist() + expected
     with pytest.raises(ovspec.OvspecError, match="must be"):
         model.generate(np.zeros((2, 3)), 5)
-    with pytest.raises(ovspec.OvspecError, match="needs a sample_function"):
+    with pytest.raises(ovspec.OvspecError, match="pass a sample_function"):
         model.generate(prompt, 5, temperature=1.0)
 
 

@@ -74,7 +74,10 @@ def test_where_openvino_crashes_f32_is_used_and_told(
     trust_paged(monkeypatch)
     lm = ovspec.load(pair, True, engine=engine, threads=1, cache_dir=tmp_path)  # type: ignore[arg-type]
     told = capsys.readouterr().err.splitlines()
-    what = "OpenVINO crashes here (SIGFPE) when it compiles this model for bf16 with 1 thread, so it is computed in f32"
+    what = (
+        "OpenVINO crashes on this machine (SIGFPE) when it compiles this model for bf16 with 1 thread, so the model is "
+        "computed in f32"
+    )
     assert [line.partition(";")[0] for line in told if "crashes" in line] == [
         f"{pair}: {what}",
         f"{pair / 'draft'}: {what}",
@@ -98,7 +101,7 @@ def test_a_precision_that_crashes_is_refused(
     plant: Callable[[str], Callable[[], int]], pair: Path, tmp_path: Path
 ) -> None:
     plant(FAULT)
-    sentence = r"crashes here \(SIGFPE\) when it compiles this model for bf16 .*; use `precision='f32'`"
+    sentence = r"crashes on this machine \(SIGFPE\) when it compiles this model for bf16 .*; set `precision='f32'`"
     with pytest.raises(ovspec.OvspecError, match=sentence):
         ovspec.load(pair, precision="bf16", cache_dir=tmp_path)
     with pytest.raises(ovspec.OvspecError, match=sentence):

@@ -33,7 +33,10 @@ def test_a_server_goes_on(start_here: StartHere, tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
     assert (server.get("/props").json(), server.get("/v1/models").json()) == before
     answer = server.post("/v1/completions", {"prompt": "a", "regex": "a+"})
-    told = "the model's folder/tokenizer.json: deleted since the model was loaded; restore it, or load the model again."
+    told = (
+        "the model's folder/tokenizer.json: deleted since the model was loaded; restore the file, or load the model "
+        "again."
+    )
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, told)
 
 

@@ -205,7 +205,10 @@ def test_a_body_that_does_not_arrive(serve: Serve, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(body_limits, "BODY_SECONDS", 0.3)
     served = serve(Streaming(1, 10))
     with served.connect(POST + b"{") as client:
-        assert error_of(read_all(client)) == (408, "The request's body did not arrive within 0.3 seconds; send it again.")
+        assert error_of(read_all(client)) == (
+            408,
+            "The request's body did not arrive within 0.3 seconds; send it again.",
+        )
     assert served.statuses == [408]
 
 

@@ -161,7 +161,7 @@ def test_completion_with_json_schema_and_grammar(server: Running) -> None:
     for more, expected in (({"json_schema": {"const": "42"}}, '"42"'), ({"gbnf": 'root ::= "a"{5,5}'}, "aaaaa")):
         assert answered(server, CODE, max_tokens=10, **more)["choices"][0]["message"]["content"] == expected
     for grammar in ('root ::= "a"{5,5}', "root ::= this is (not valid GBNF"):
-        assert "pass the grammar as gbnf" in refused(server, CODE, grammar=grammar)["message"]
+        assert "use `gbnf` instead of `grammar`" in refused(server, CODE, grammar=grammar)["message"]
     assert "gbnf" in refused(server, CODE, gbnf="root ::= this is (not valid GBNF")["message"]
 
 

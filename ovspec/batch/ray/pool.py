@@ -23,7 +23,9 @@ FILES_READ_AHEAD = 4  # files read at a time
 # Maximum restarts: a number per worker, and another restart per number of finished lines. So a few deadly lines don't
 # stop a long batch, but a model with constant crashes stops it soon.
 RESTARTS_PER_WORKER, LINES_PER_RESTART = 3, 10
-MEMORY_ADVICE = "set another `precision`, or raise `cpus_per_worker` to start fewer workers"
+MEMORY_ADVICE = (
+    "after a crash, set `precision='f32'`; for lack of memory, raise `cpus_per_worker` to start fewer workers"
+)
 
 
 @dataclass(eq=False)
@@ -107,8 +109,8 @@ class WorkerPool:
                 return
             if not self._workers:
                 raise OvspecError(
-                    f"No workers are left: the last worker {self._last_death}; {MEMORY_ADVICE}. The same command "
-                    "then resumes the batch."
+                    f"No workers are left: the last worker {self._last_death}; {MEMORY_ADVICE}. Then "
+                    "run the command again to resume the batch."
                 )
             for task in wait_for_completed([*reading_tasks, *self._tasks]):
                 if task in reading_tasks:
@@ -179,7 +181,8 @@ class WorkerPool:
                 self._interrupted_groups.extend(group.split_by_request())
             else:
                 sentence = (
-                    f"Several workers failed while they ran this line, and the last {death_description}; leave it out."
+                    f"Several workers failed while they ran this line, and the last {death_description}; leave the "
+                    "line out."
                 )
                 output_lines = [make_error_line(request, sentence) for request in group.requests.values()]
                 self._finish_group(group, output_lines, worker.arithmetic)

@@ -63,7 +63,9 @@ class Shipment:
         """
         if self.has_local_folder():
             if hash_model_folder(self.folder) != self.identity:
-                raise OvspecError(f"{self.folder}: contains another model on {platform.node()}; delete it there.")
+                raise OvspecError(
+                    f"{self.folder}: contains another model on the machine {platform.node()}; delete that folder there."
+                )
             return self.folder
         cached_folder = default_cache_dir() / "ray" / "models" / self.identity
         if not self.pieces and not cached_folder.is_dir():

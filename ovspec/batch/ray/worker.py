@@ -89,7 +89,7 @@ class Worker:
         if reference and logits_checksums != reference.logits_checksum and not worker_setup.allows_mixed_arithmetic:
             raise OvspecError(
                 f"The worker on {platform.node()} computes different logits ({arithmetic}) from the first worker's "
-                f"({reference.computing_conditions}). Leave this machine out, or set "
+                f"({reference.computing_conditions}). Remove this machine from the cluster, or set "
                 "`mixed=True` to accept small differences between texts."
             )
         profiles = [read_profile_json(folder, device_options) for folder in folders]

@@ -132,7 +132,7 @@ class GbnfParser:
         while self.peek() in NAME_CHARACTERS and self.peek():
             self.position += 1
         if name_start == self.position:
-            raise self.error_at(f"expected a name, not {self.peek()!r}")
+            raise self.error_at(f"expected a rule name, not {self.peek()!r}")
         return self.text[name_start : self.position]
 
     def parse_alternation(self, nested: bool) -> Expression:
@@ -152,7 +152,7 @@ class GbnfParser:
             while self.peek() and self.peek() in "*+?{":
                 repetition_count += 1
                 if repetition_count > MAX_STACKED_REPETITIONS:
-                    raise self.error_at(f"more than {MAX_STACKED_REPETITIONS} repetitions in a row")
+                    raise self.error_at(f"more than {MAX_STACKED_REPETITIONS} repetition operators in a row")
                 part = self.parse_repetition(part)
                 self.skip_spaces(nested)
             parts.append(part)
@@ -228,7 +228,7 @@ class GbnfParser:
                 self.position += 1
                 last_code = self.parse_character(class_start, "character class")
             if last_code < first_code:
-                raise self.error_at("this character range ends before it begins", class_start)
+                raise self.error_at("the end of this character range comes before the start", class_start)
             ranges.append((first_code, last_code))
         self.position += 1
         if not ranges and not is_negated:
@@ -260,11 +260,11 @@ class GbnfParser:
             raise self.error_at("invalid repetition; write {3}, {3,} or {3,5}", operator_position)
         # Longer numbers might be slow to parse.
         if max(len(min_text), len(max_text)) > 6 or max(int(min_text), int(max_text or 0)) > MAX_REPETITIONS:
-            raise self.error_at(f"more than {MAX_REPETITIONS} repetitions", operator_position)
+            raise self.error_at(f"at most {MAX_REPETITIONS} repetitions are allowed", operator_position)
         min_count = int(min_text)
         max_count = int(max_text or min_text)
         if max_count < min_count:
-            raise self.error_at("this repetition ends before it begins", operator_position)
+            raise self.error_at("the maximum of this repetition is below the minimum", operator_position)
         self.position = closing_brace + 1
         if comma and not max_text:
             return self.make_expression(Repetition, repeated_part, min_count, None)

@@ -75,7 +75,7 @@ def compile_schema(
     if schema is True:
         schema = {}
     if schema is False:
-        raise OvspecError('the top: "false" allows no text at all.')
+        raise OvspecError('the top: the schema "false" allows no text at all; give another schema.')
     if not isinstance(schema, dict):
         raise OvspecError("the top: a schema must be an object.")
 
@@ -113,7 +113,7 @@ def compile_schema(
 
 
 def says_unsatisfiable(problem: str) -> bool:
-    return problem.startswith(("no JSON text satisfies", "no text can have this pattern"))
+    return problem.startswith(("no JSON text satisfies", "a string in the schema can't have its pattern"))
 
 
 def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
@@ -121,7 +121,7 @@ def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
     require_condition(isinstance(style_settings, dict), "#/x-guidance", "an object")
     for setting_name in style_settings:
         if setting_name not in STYLE_SETTINGS:
-            raise OvspecError(f"#/x-guidance/{setting_name}: only {join_with_and(STYLE_SETTINGS)} can be set here.")
+            raise OvspecError(f"#/x-guidance/{setting_name}: x-guidance can only have {join_with_and(STYLE_SETTINGS)}.")
     for setting_name, setting_value in style_settings.items():
         if setting_name == "whitespace_flexible":
             require_condition(isinstance(setting_value, bool), f"#/x-guidance/{setting_name}", "true or false")

@@ -102,7 +102,7 @@ class SchemaChecker:
         for keyword, value in list(schema.items()):
             self._check_keyword(schema, keyword, value, f"{pointer}/{escape_pointer_key(keyword)}")
         if schema.get("$id") and pointer != "#" and not str(schema["$id"]).startswith("#"):
-            reason = "a subschema can't have its own $id; refer to #/$defs instead."
+            reason = "a subschema can't have its own $id; delete $id, and refer to #/$defs/name."
             raise OvspecError(f"{pointer}/$id: {reason}")
 
     def _check_keyword(self, schema: JsonObject, keyword: str, value: JsonValue, pointer: str) -> None:
@@ -220,7 +220,7 @@ def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> t
     if target_pointer in ("", "#"):
         return root, "#"
     if not target_pointer.startswith("#/"):
-        location = "an anchor" if target_pointer.startswith("#") else "outside this schema"
+        location = "an anchor, not a JSON pointer" if target_pointer.startswith("#") else "outside this schema"
         advice = "put the schema into $defs and refer to #/$defs/name."
         raise OvspecError(f"{pointer}: {reference!r} is {location}; {advice}")
     schema: JsonValue = root
@@ -252,7 +252,7 @@ def check_writable(value: JsonValue, pointer: str) -> None:
         elif isinstance(value_part, str) and (
             match := re.search(r"[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", value_part)
         ):
-            raise OvspecError(f"{pointer}: the character U+{ord(match.group()):04X} can't be generated; leave it out.")
+            raise OvspecError(f"{pointer}: the character U+{ord(match.group()):04X} can't be generated; remove it.")
 
 
 def require_condition(condition: JsonValue, pointer: str, expected: str) -> None:

@@ -59,7 +59,7 @@ def write_parameters_as_lark(
         raise OvspecError("#: no object satisfies this schema; remove the contradiction in it.")
     rules.write_node_rules(close_objects)
     if rules.allows_repeats and not rules.graph.lenient:
-        raise OvspecError("uniqueItems: this can't be enforced in the model's tool format; leave it out.")
+        raise OvspecError("uniqueItems: this keyword can't be enforced in the model's tool format; remove it.")
     return "\n".join([f"start: {' | '.join(object_rules)}", *rules.lines]), sorted(text_names)
 
 
@@ -72,12 +72,12 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpre
         if rules.graph.fits_no_value(node):
             continue
         if layout.name_end and (property_name + layout.name_end).find(layout.name_end) < len(property_name):
-            raise OvspecError(f"#: {property_name!r:.80} can't be a name in the model's tool format; rename it.")
+            raise OvspecError(f"#: the name {property_name!r:.80} can't be used in the model's tool format; change it.")
         value_expression = write_text_values(rules, node, layout)
         if value_expression:
             text_names.add(property_name)
         elif property_name in text_names:
-            raise OvspecError(f"#: {property_name} can be a string or another type; allow only one of both.")
+            raise OvspecError(f"#: {property_name} may be a string or another type; allow only strings, or no strings.")
         else:
             value_ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
             value_expression = f"{rules.node_rule_name(node)} {value_ending}"

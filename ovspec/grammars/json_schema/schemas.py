@@ -188,7 +188,7 @@ class SchemaGraph:
             yield
         except TooManyAlternativesError:
             if not self.lenient:
-                reason = f"this expands to more than {MAX_ALTERNATIVES} alternatives; simplify it."
+                reason = f"this keyword expands to more than {MAX_ALTERNATIVES} alternatives; simplify it."
                 raise OvspecError(f"{pointer}: {reason}") from None
 
     def _gather_requirements(self, node: SchemaNode) -> ValueRequirements:
@@ -332,7 +332,7 @@ class SchemaGraph:
             return objects
         if self.lenient:
             return replace(objects, min_size=possible_count + may_have_unlisted)
-        reason = f"minProperties {objects.min_size} can't be enforced for unlisted names"
+        reason = f"minProperties {objects.min_size} can't be enforced, because the schema names fewer properties"
         return UnenforceableValues("#", reason) if may_have_unlisted else None
 
     def _make_name_test(self, names: SchemaNode) -> Callable[[str], bool]:
@@ -362,7 +362,7 @@ class SchemaGraph:
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
             enforceable = tuple(option for option in alternatives if not isinstance(option, UnenforceableValues))
-            reason = "its options may overlap, so oneOf can't be enforced"
+            reason = "oneOf can't be enforced, because its options may overlap"
             by_type[json_type] = enforceable or (UnenforceableValues(pointer, reason),)
         return ValueShape(by_type)
 
@@ -504,7 +504,7 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
     """Return the shape of the values with none of these types."""
     by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
-        reason = "excluding integers but no other numbers can't be enforced"
+        reason = '"number but not integer" can\'t be enforced'
         (number_alternative,) = graph.unenforceable_shape(pointer, reason, "number").by_type["number"]
         if isinstance(number_alternative, UnenforceableValues):
             number_alternative = replace(number_alternative, non_integers=True)

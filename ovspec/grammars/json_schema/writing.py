@@ -115,7 +115,7 @@ class RuleWriter:
         required_expressions = [make_json_string_expression(pattern) for pattern in required_patterns]
         forbidden_expressions = [make_json_string_expression(pattern) for pattern in sorted(strings.absent_patterns)]
         if strings.formats or None in required_expressions or None in forbidden_expressions:
-            self.refuse_part(f"the pattern {min(strings.absent_patterns)!r}", "it can't be negated here")
+            self.refuse_part(f"the pattern {min(strings.absent_patterns)!r}", "its matches can't be excluded")
             return self.write_strings(replace(strings, absent_patterns=frozenset()))
         text_conditions = [f'/"{UNESCAPED_CHARACTER}{size_quantifier(strings)}"/']
         text_conditions += [f"/{expression}/" for expression in required_expressions]
@@ -147,7 +147,7 @@ class RuleWriter:
 
 
 def make_refusal(pointer: str, reason: str) -> OvspecError:
-    return OvspecError(f"{pointer}: {reason}; rewrite this part, or set `json_schema_mode='checked'`.")
+    return OvspecError(f"{pointer}: {reason}; remove this restriction, or set `json_schema_mode='checked'`.")
 
 
 def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
@@ -381,7 +381,7 @@ def write_in_order(
     min_count, max_count = size_limits
     max_counted = max(min_count if max_count == inf else int(max_count), 1)  # higher counts are equivalent
     if len(item_expressions) * max_counted > MAX_RULE_STATES:
-        rules.refuse_part("#", "the number of properties or items can't be enforced for so many")
+        rules.refuse_part("#", "there are too many properties or items to enforce a limit on their number")
         return write_in_order(rules, item_expressions, (0, inf), extra_item, comma)
     # By the number of items so far: the rule of the rest of the list; None if no rest is possible.
     item_counts = range(max_counted + 1)
@@ -401,7 +401,7 @@ def write_in_order(
                 alternatives.append(rest_without_item)
             rest_rules[item_count] = rules.write_alternation_rule(alternatives)
     if rest_rules[0] is None:
-        raise OvspecError("#: no JSON text can have this many properties or items; require fewer.")
+        raise OvspecError("#: no JSON text can have as many properties or items as required; require fewer.")
     return rest_rules[0]
 
 

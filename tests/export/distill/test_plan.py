@@ -83,7 +83,7 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
     entries = {"num_hidden_layers": 3}
     config = distil.model / "config.json"
     config.write_text(json.dumps(TARGET_CONFIG | entries), encoding="utf-8")
-    told = "a head can't be used with this target: only {} of its {} layers have their own keys and values"
+    told = "this target can't use a head: only {} of its {} layers have their own keys and values"
     refused(distil, f"model: {told.format(2, 3)}")
     (distil.model / "ovspec.json").unlink()  # which has the size of the config
     assert not make_plan(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).tap_layers
