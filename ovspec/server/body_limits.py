@@ -52,7 +52,7 @@ class BoundedRequest(Request):
             raise ApiError(415, "The request's body must be JSON; send it with 'Content-Type: application/json'.")
         too_large_error = ApiError(
             413,
-            f"The request's body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send less.",
+            f"The request's body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send a smaller body.",
             close_connection=True,
         )
         if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:
@@ -115,6 +115,6 @@ def parse_body(raw_body: bytes, body_type: type[B], report_ignored: Callable[[li
             report_ignored(ignored_names)
         return validate_body(json_value, body_type)
     except ValueError as error:
-        raise ApiError(400, f"The request's body is not JSON: {error}.") from None
+        raise ApiError(400, f"The request's body is not valid JSON: {error}.") from None
     except RequestError as error:
         raise ApiError(400, str(error), error.param) from None

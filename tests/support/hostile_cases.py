@@ -15,11 +15,11 @@ def deep(opening: str, inner: str, closing: str, depth: int) -> str:
 
 
 LARK: list[tuple[str, str]] = [
-    ("", "no rule start"),
-    ("   \n\n", "no rule start"),
-    ("# only a comment", "no rule start"),
-    ("// only a comment\n", "no rule start"),
-    ('other: "a"', "no rule start"),
+    ("", "the rule start is missing"),
+    ("   \n\n", "the rule start is missing"),
+    ("# only a comment", "the rule start is missing"),
+    ("// only a comment\n", "the rule start is missing"),
+    ('other: "a"', "the rule start is missing"),
     ("start", "line 1, column 6"),
     ("start:", "empty text"),
     ('start: ""', "empty text"),
@@ -199,7 +199,7 @@ REGEX: list[tuple[str, str]] = [
     ("(?<!a)b", "look-around"),
     ("(a)\\1", "column 4: invalid regular expression: backreferences"),
     ("(?P<n>a)(?P=n)", "unrecognized flag"),
-    ("\\bword", "anchors and \\b aren\'t supported"),
+    ("\\bword", "anchors (^, $) and \\b aren\'t supported"),
     ("\\Aa\\z", EITHER),
     ("a$b", "anchors"),
     ("a^b", "anchors"),
