@@ -206,7 +206,7 @@ def test_what_is_left_out_is_named() -> None:
         ),
         ({"conversation": "conv_1"}, "conversation is not supported; send the whole chat in the field `input`"),
         ({"prompt": {"id": "x"}}, "prompt is not supported; use the fields `instructions` and `input` instead"),
-        ({"background": True}, "background is not supported"),
+        ({"background": True}, "background is supported only with the value false; leave background out"),
         ({"n": 2}, "n is supported only with the value 1; leave n out"),
         ({"messages": [HI]}, "messages is not a field of this request, but of /v1/chat/completions; use input instead"),
         ({"max_output_tokens": 0}, "it must be at least 1"),

@@ -301,7 +301,7 @@ def test_special_tokens_that_a_grammar_names(load: Callable[..., ovspec.Language
         )
         assert result.token_ids.count(1) == 1
         assert re.fullmatch(r"a[bc]<\|im_start\|>", result.text)
-    with pytest.raises(ovspec.OvspecError, match=r"<\|tool\|> is not a special token of the model"):
+    with pytest.raises(ovspec.OvspecError, match=r'"<\|tool\|>" is not a special token of the model'):
         load().generate("A: ", grammar='start: "a" <|tool|>')
 
 
@@ -458,7 +458,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a processor that returns inf": ({"regex": "a", "logits_processors": [lambda _, logits: logits + np.inf]}, "nan"),
     "complex logits": ({"logits_processors": [lambda _, logits: logits * 1j]}, "must return logits"),
     "half a character of prompt": ({"regex": "a", "constrain_from": 1.5}, "must be a part of the prompt, or a number"),
-    "a file's name": ({"grammar": "words.lark"}, "give its text, or a Path"),
+    "a file's name": ({"grammar": "words.lark"}, "give the grammar's text, or a Path"),
     "a schema's name": ({"json_schema": "person.json"}, "give the schema's text, or a Path"),
     "GBNF as Lark": ({"grammar": 'root ::= "a"'}, "pass the grammar as gbnf"),
     "a folder": ({"grammar": ROOT}, "is a folder"),

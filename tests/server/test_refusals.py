@@ -73,7 +73,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "regex": "("}, "regex", "regex"),
     ("/v1/completions", {**TEXT, "regex": "a", "choice": ["b"]}, "can't be combined", None),
     ("/v1/completions", {**TEXT, "json_schema": "/etc/passwd"}, "isn't JSON; give the schema's text.$", "json_schema"),
-    ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar; give its text.$", "grammar"),
+    ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar; give the grammar's text.$", "grammar"),
     ("/v1/completions", {**TEXT, "draft": "medusa"}, "this server drafts only with lookup and draft", "draft"),
     (
         "/v1/completions",
