@@ -115,6 +115,6 @@ def parse_body(raw_body: bytes, body_type: type[B], report_ignored: Callable[[li
             report_ignored(ignored_names)
         return validate_body(json_value, body_type)
     except ValueError as error:
-        raise ApiError(400, f"The request's body is not valid JSON: {error}.") from None
+        raise ApiError(400, f"The request's body is not JSON: {error}.") from None
     except RequestError as error:
         raise ApiError(400, str(error), error.param) from None

@@ -303,7 +303,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "stream": true}', "stream can't"),
         ('{"prompt": "a", "response_format": "json"}', "response_format must"),
         ('{"prompt": "a", "response_format": {"type": []}}', "`response_format` must"),
-        ('{"prompt": "a", "response_format": {"type": "text", "schema": {}}}', "has no schema"),
+        ('{"prompt": "a", "response_format": {"type": "text", "schema": {}}}', "schema is not a field of"),
         (
             '{"prompt": "a", "response_format": {"type": "json_object", "json_schema": {}}}',
             "json_schema is not a field of `response_format`",

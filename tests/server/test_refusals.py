@@ -100,7 +100,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/tokenize", {"messages": []}, "must not be empty", "messages"),
     ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": True}, "messages", "add_special_tokens"),
     ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, "needs chat messages", "chat_template_kwargs"),
-    ("/tokenize", {}, "one of prompt", None),
+    ("/tokenize", {}, "one of the fields prompt", None),
     ("/detokenize", {"tokens": [10**30]}, "beyond the vocabulary", "tokens"),
     ("/detokenize", {"tokens": [999999]}, "not in the vocabulary", "tokens"),
 ]
@@ -132,7 +132,7 @@ def test_wrong_fields_are_named(server: Running, path: str, body: Any, message: 
             {"role": "assistant", "content": "", "tool_calls": {"id": "1"}},
             "the field tool_calls of a message must be a list",
         ),
-        ({"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}, "the id of a call to f"),
+        ({"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}, "the id of a tool call to f"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "function_call is not supported"),
     ],
 )
@@ -151,10 +151,14 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"c
     [
         ({"type": "text"}, {"regex": "a"}, "`response_format` and `regex` can't be combined"),
         (FORMAT, {"json_schema": {}}, "`response_format` and `json_schema` can't be combined"),
-        ({"type": "json_object", "strict": True}, {}, "has no strict"),
+        ({"type": "json_object", "strict": True}, {}, "strict is not a field of"),
         ({"type": "json_object", "schema": {"type": "objct"}}, {}, "`response_format`, at #/type"),
-        ({**FORMAT, "schema": {}}, {}, "has no schema"),
-        ({**FORMAT, "json_schema": {**FORMAT["json_schema"], "strct": True}}, {}, "json_schema.strct; did you mean"),
+        ({**FORMAT, "schema": {}}, {}, "schema is not a field of"),
+        (
+            {**FORMAT, "json_schema": {**FORMAT["json_schema"], "strct": True}},
+            {},
+            "json_schema.strct is not a field of `response_format`; did you mean",
+        ),
     ],
 )
 def test_response_formats_that_cannot_be_met(server: Running, wanted: Any, more: Any, told: str) -> None:
