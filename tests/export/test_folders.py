@@ -72,7 +72,7 @@ def test_a_loaded_export_stays_and_the_error_says_what_to_stop(tmp_path: Path, o
         (work / "text").write_text("new", encoding="utf-8")
         (work / MANIFEST_FILE).write_text(MANIFEST, encoding="utf-8")
         open_files.add("pair")  # loaded meanwhile
-        with pytest.raises(OvspecError, match="another program uses files of this model"):
+        with pytest.raises(OvspecError, match="its files are open"):
             replace_folder(work, output)
         open_files.clear()
         assert (output / "text").read_text(encoding="utf-8") == "old"
