@@ -103,4 +103,4 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path, wheel: Pa
     assert "pip install '.[export]'" in refused.stderr
     bare = run("generate", "hi")
     assert bare.returncode == 1
-    assert "no embedded model" in bare.stderr
+    assert "no demo model" in bare.stderr

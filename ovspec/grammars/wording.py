@@ -7,8 +7,8 @@ import re
 # (pattern in llguidance's error, its replacement in reports); the first match counts.
 ERROR_WORDINGS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"invalid regular expression: \1"),
-    (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
-    (r"NoExtension", "no token can follow here"),
+    (r"^lookarounds not supported.*regex (/.*/)", r"anchors (^, $) and \\b aren't supported inside the expression \1"),
+    (r"NoExtension", "it has a dead end, a text without a next token; add an alternative"),
     (r"(?:Lexer|Parser)TooComplex", "it is too complex; simplify it"),
     (r"Regex is empty", "a string in the schema can't have its pattern, format and length together; change one"),
     (r"^Failed to generate regex for integer range.*", "this integer's bounds are too far from 0; move them closer"),
@@ -17,9 +17,9 @@ ERROR_WORDINGS = (
     (r"(?i)grammar too large|grammar size|fuel|too big|too large", "it is too large; simplify it"),
     (r"recursion limit|too deeply nested", "it is nested too deeply; split it into named rules"),
     (r"^lexer error", "this isn't valid Lark; is a quote or a slash missing?"),
-    (r"^no start rule found|^Empty grammar", "there is no rule start; add a rule start for the whole text"),
-    (r"^Unknown common regex: ([\w.]+)", r"\1 can't be imported; define it in the grammar"),
-    (r"unknown special token: (\S+?);", r"\1 is not a special token of the model; use another"),
+    (r"^no start rule found|^Empty grammar", "the rule start is missing; add 'start: …' for the whole text"),
+    (r"^Unknown common regex: ([\w.]+)", r"\1 can't be imported; define \1 in the grammar"),
+    (r"unknown special token: (\S+?);", r"\1 is not a special token of the model; use another token"),
 )
 
 

@@ -40,7 +40,7 @@ def rewrite_states_to_paged(model: ov.Model, on_gpu: bool) -> AdvanceGraph | Non
         rewrite_to_paged(model)
         return None
     if on_gpu:
-        raise NotPaged("the model has states other than keys and values, and only a CPU can page them")
+        raise NotPaged("the model has states other than keys and values, kept by the paged engine only on a CPU")
     try:
         return rewrite_recurrent_to_paged(model, recurrent_states)
     except (RuntimeError, LookupError) as error:

@@ -87,7 +87,7 @@ def require_neutral_value(neutral_values: tuple[JsonValue, ...], advice: str, va
     if value in neutral_values:
         return value
     allowed_values = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
-    refusal = f"is supported only as {allowed_values}" if allowed_values else "is not supported"
+    refusal = f"is supported only with the value {allowed_values}" if allowed_values else "is not supported"
     problem = f"{refusal}; {advice}"
     raise PydanticCustomError("unmet", "{problem}", {"problem": problem})
 
@@ -103,7 +103,7 @@ def define_refused_fields(neutral_values: Mapping[str, tuple[JsonValue, ...]]) -
 
 
 def define_refused_field(field: str, neutral_values: tuple[JsonValue, ...]) -> tuple[Any, Any]:
-    advice = FIELD_TO_USE_INSTEAD.get(field, "leave it out")
+    advice = FIELD_TO_USE_INSTEAD.get(field, f"leave {field} out")
     field_type = Annotated[JsonValue, AfterValidator(partial(require_neutral_value, neutral_values, advice))]
     schema: JsonObject = {"enum": [*neutral_values, None]}
     return field_type, Field(None, description=NOT_SUPPORTED, json_schema_extra=schema)

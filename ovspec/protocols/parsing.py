@@ -120,6 +120,6 @@ def suggest_field(field_name: str, body_type: type[BaseModel]) -> str:
     """Return the advice for an unknown field of a body, as the end of a sentence."""
     if request_path := map_foreign_fields_to_paths(body_type).get(field_name):
         replacement = getattr(body_type, "replacement_by_field", {}).get(field_name)
-        return f", but of {request_path}; {f'give {replacement}' if replacement else 'leave it out'}."
+        return f", but of {request_path}; {f'use {replacement} instead' if replacement else 'leave it out'}."
     names = [name for name, field in body_type.model_fields.items() if field.description != NOT_SUPPORTED]
     return f"; {make_did_you_mean(field_name, names) or 'leave it out.'}"

@@ -63,19 +63,19 @@ REFUSED_TEXT_FIELDS: dict[str, tuple[JsonValue, ...]] = {
 }
 # The advice for refused fields.
 FIELD_TO_USE_INSTEAD = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "n_probs": "use logprobs",
-    "repeat_penalty": "use repetition_penalty",
-    "typ_p": "use typical_p",
-    "guided_choice": "use choice",
-    "guided_grammar": "use grammar (Lark) or gbnf",
-    "guided_json": "use json_schema",
-    "guided_regex": "use regex",
-    "structured_outputs": "use json_schema, regex, choice or grammar",
-    "conversation": "send the whole chat in input",
-    "previous_response_id": "send the whole chat in input",
-    "prompt": "use instructions and input",
+    "functions": "use the field `tools` instead",
+    "function_call": "use the field `tool_choice` instead",
+    "n_probs": "use the field `logprobs` instead",
+    "repeat_penalty": "use the field `repetition_penalty` instead",
+    "typ_p": "use the field `typical_p` instead",
+    "guided_choice": "use the field `choice` instead",
+    "guided_grammar": "use the field `grammar` (Lark) or `gbnf` instead",
+    "guided_json": "use the field `json_schema` instead",
+    "guided_regex": "use the field `regex` instead",
+    "structured_outputs": "use the field `json_schema`, `regex`, `choice` or `grammar` instead",
+    "conversation": "send the whole chat in the field `input`",
+    "previous_response_id": "send the whole chat in the field `input`",
+    "prompt": "use the fields `instructions` and `input` instead",
 }
 REFUSED_TOKENIZE_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "parse_special": (True,),

@@ -105,7 +105,8 @@ class AnswerConstraint(Constraint):
             mask &= free_mask
         if not mask.any() and not self.is_complete(tokens):
             raise OvspecError(
-                "No token of the model can continue the answer in its format; change the tools or the grammar."
+                "No token of the model can continue the answer within the tools and the grammar; change the tools or "
+                "the grammar."
             )
         return mask
 
@@ -219,7 +220,7 @@ class AnswerConstraint(Constraint):
                 begun_parts.append("".join(characters).encode("latin-1"))
         if not self._make_grammar_constraint:
             raise OvspecError(
-                "The generated text begins a tool call, but the options allow none; report this bug to ovspec."
+                "The generated text begins a tool call, but the options allow no tool calls; report this bug to ovspec."
             )
         grammar_constraints: list[GrammarConstraint] = []
         last_error = None

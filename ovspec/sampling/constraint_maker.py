@@ -37,8 +37,8 @@ class ConstraintMaker:
         """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
             reason = (
-                "its tokenizer can't map each token to bytes, as needed by grammars and token healing; "
-                "leave out the grammar and `heal`"
+                "the tokenizer can't map each token to bytes, so grammars and token healing aren't possible; "
+                "leave the grammar and `heal` out"
             )
             raise OvspecError(f"{self._tokenizer.folder}: {reason}.")
         return VocabularyIndex(self._tokenizer.vocabulary)
@@ -169,18 +169,18 @@ class ConstraintMaker:
         match constrain_from:
             case str():
                 if not constrain_from or constrain_from not in prompt_text:
-                    raise OvspecError(
-                        f"`constrain_from`: {constrain_from!r} is not in the prompt; give a part of the prompt."
-                    )
+                    raise OvspecError(f"`constrain_from` is {constrain_from!r}; it must be a part of the prompt.")
                 character_index = prompt_text.rfind(constrain_from)
             case int():
                 character_index = constrain_from if constrain_from >= 0 else len(prompt_text) + constrain_from
                 if not 0 <= character_index <= len(prompt_text):
                     raise OvspecError(
-                        f"`constrain_from` is {constrain_from}, but the prompt has only {len(prompt_text)} characters."
+                        f"`constrain_from` is {constrain_from}, but the prompt has only {len(prompt_text)} characters; "
+                        f"choose a number from {-len(prompt_text)} to {len(prompt_text)}."
                     )
             case _:
                 raise OvspecError(
-                    f"`constrain_from` is {constrain_from!r}; it must be a string, or a number of characters."
+                    f"`constrain_from` is {constrain_from!r}; it must be a part of the prompt, or a number of "
+                    "characters."
                 )
         return prompt_bytes[len(prompt_text[:character_index].encode()) :]

@@ -161,7 +161,7 @@ class GrammarConstraint(Constraint):
             )
             mask = mask & ~pack_mask(forbidden_ids, self._vocab_size)
         if not mask.any() and not matcher.is_stopped():
-            raise OvspecError("No token of the model can continue the text in its grammar; change the grammar.")
+            raise OvspecError("No token of the model can continue the text within the grammar; change the grammar.")
         return mask
 
     def _allowed_mask(self, matcher: LLMatcher) -> np.ndarray:
@@ -195,7 +195,7 @@ class GrammarConstraint(Constraint):
             if cursor:
                 next_cursor = unique_items.advance_cursor(cursor, int(answer_ids[answer_length]))
                 if not next_cursor:
-                    raise OvspecError("The text repeats an item of an array with uniqueItems.")
+                    raise OvspecError("The text repeats an item of an array, but the schema sets uniqueItems.")
                 self._positions[answer_length + 1].cursor = next_cursor
 
     def _matcher_at(self, answer_length: int) -> LLMatcher:
@@ -295,7 +295,9 @@ class GrammarCompiler:
             matcher, _ = self._compile_cached(prepend_to_grammar(grammar, healed_bytes), grammar_name)
             cursor = JsonCursor(skipped_bytes=len(healed_bytes))
         if unique_items and not cursor:
-            raise OvspecError("The prompt repeats an item of an array with uniqueItems; change the prompt.")
+            raise OvspecError(
+                "The prompt repeats an item of an array, but the schema sets uniqueItems; change the prompt."
+            )
         return GrammarConstraint(
             matcher.deep_copy(), prompt_length, end_ids, self._matcher_end_id, self._vocab_size, unique_items, cursor
         )
@@ -314,10 +316,12 @@ class GrammarCompiler:
         if allowed_count < len(tokens):
             allowed_text = self._tokenizer.decode_str(tokens[:allowed_count])
             refused_text = self._tokenizer.decode_str(tokens[allowed_count:])
-            place_text = f"after {allowed_text[-40:]!r}" if allowed_text else "where the grammar begins"
+            place_text = "From `constrain_from` on, the prompt begins with"
+            if allowed_text:
+                place_text = f"The prompt continues {allowed_text[-40:]!r} with"
             raise OvspecError(
-                f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}; "
-                "change one of them."
+                f"{place_text} {refused_text[:20]!r}, but the grammar doesn't allow this; change the "
+                "prompt or the grammar."
             )
         if matcher.is_stopped():
             raise OvspecError("The prompt already completes the grammar, so nothing can follow; shorten the prompt.")
@@ -345,7 +349,10 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
     added_tokens: list[JsonObject] = tokenizer_json.get("added_tokens", [])
     matcher_end_id = next((token["id"] for token in added_tokens if token.get("special")), None)
     if matcher_end_id is None:
-        raise OvspecError("The model's tokenizer has no special token to end a text, as grammars need.")
+        raise OvspecError(
+            "The model's tokenizer has no special token to end a text, so grammars aren't possible; leave the grammar "
+            "out."
+        )
     model_json: JsonValue = tokenizer_json.get("model")
     ids_by_token = model_json.get("vocab") if isinstance(model_json, dict) else None
     if not isinstance(ids_by_token, dict):

@@ -75,7 +75,8 @@ def request_conversion(request_text: str) -> tuple[str, str]:
     except SandboxLimitExceeded as why:
         if converter is TOOLS_CONVERTER:
             label = find_slowest_tool(request)
-        raise OvspecError(f"{label}: the check {why}; simplify it.") from None
+        kind = "schema" if request["kind"] in ("tools", "json_schema") else "grammar"
+        raise OvspecError(f"{label}: the check {why}; simplify the {kind}.") from None
     if "error" in reply:
         raise OvspecError(reply["error"])
     return reply["grammar"], reply["warning"]
@@ -94,7 +95,7 @@ def find_slowest_tool(request: JsonObject) -> str:
             SLOWEST_TOOL_CONVERTER.ask(json.dumps(tool_request))
         except SandboxLimitExceeded:
             return label
-    return f"{request['label']}: the schemas together"
+    return f"{request['label']}, the schemas together"
 
 
 def split_request_by_tool(request: JsonObject) -> dict[str, JsonObject]:
@@ -156,7 +157,7 @@ def find_faulty_tool(request: JsonObject, problem: str) -> str:
     for label, tool_request in split_request_by_tool(request).items():
         if tool_problem := find_grammar_problem(write_tools_grammar(tool_request["source"], tool_request["label"])[0]):
             return label + tool_problem
-    return f"{request['label']}: the schemas together{problem}"
+    return f"{request['label']}, the schemas together{problem}"
 
 
 def find_grammar_problem(grammar: str) -> str:
@@ -174,7 +175,9 @@ def find_grammar_problem(grammar: str) -> str:
         grammar_kind = json.loads(grammar)["grammars"][0]["name"]
         return word_placed_error(matcher.get_error(), grammar_kind)
     if len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
-        return f": every text begins with the same {MAX_FORCED_BYTES} bytes or more; put them into the prompt."
+        return (
+            f": every text begins with the same {MAX_FORCED_BYTES} bytes or more; put this beginning into the prompt."
+        )
     problem = find_random_walk_problem(matcher, len(tokenizer.tokens))
     return problem and f": {word_llguidance_error(problem)}"
 
@@ -195,11 +198,15 @@ def find_random_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
         for byte_count in range(MAX_WALK_BYTES):
             allowed_ids = list_allowed_tokens(walking_matcher, vocabulary_size)
             if walking_matcher.is_error() and DEAD_END_ERROR not in walking_matcher.get_error():
-                return f"{walking_matcher.get_error().splitlines()[0]} (after {byte_count} bytes)"
+                return f"{walking_matcher.get_error().splitlines()[0]} (after {byte_count} bytes of text)"
             if not allowed_ids:
                 if walking_matcher.is_accepting():
                     break
-                return "it has a dead end, where nothing can follow" if byte_count else "it matches no text at all"
+                return (
+                    "it has a dead end, where nothing can follow; add an alternative"
+                    if byte_count
+                    else "it matches no text at all"
+                )
             if time.monotonic() > deadline and walk_number + byte_count:
                 return ""
             walking_matcher.consume_token(generator.choice(allowed_ids))

@@ -120,7 +120,7 @@ def normalize_grammar_option(option_name: str, grammar_source: Any) -> JsonValue
         raise OvspecError(f"`{option_name}` must be a string or a Path, not {type(grammar_source).__name__}.")
     if option_name != "regex" and ":" not in grammar_source:
         raise OvspecError(
-            f"`{option_name}` {grammar_source[:80]!r} isn't a grammar; give its text, or a Path for a file."
+            f"`{option_name}` {grammar_source[:80]!r} isn't a grammar; give the grammar's text, or a Path for a file."
         )
     return grammar_source
 
@@ -135,4 +135,4 @@ def make_type_schema(python_type: Any) -> JsonValue:
         return TypeAdapter(python_type).json_schema()
     except PydanticUserError as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise OvspecError(f"`json_schema` {python_type!r:.80} has no JSON schema: {reason}.") from None
+        raise OvspecError(f"`json_schema`: {python_type!r:.80} can't be turned into a JSON schema: {reason}.") from None

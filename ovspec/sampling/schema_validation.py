@@ -64,7 +64,7 @@ def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) ->
 
 
 def unusable_schema_error(reason: str) -> OvspecError:
-    return OvspecError(f"`json_schema` can't validate a text: {reason}.")
+    return OvspecError(f"`json_schema` can't be used to check a text: {reason}.")
 
 
 def answer_validation_request(request: JsonObject) -> JsonObject:

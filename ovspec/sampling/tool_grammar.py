@@ -102,7 +102,7 @@ def compile_arguments(
     check_character_count(schema_text, schema_label)
     check_nesting(schema_text, schema_label)
     if schema.setdefault("type", "object") != "object":
-        raise OvspecError(f"{schema_label}, at #/type: arguments must be an object; set the type to object.")
+        raise OvspecError(f"{schema_label}, at #/type: arguments must be an object; set the type to 'object'.")
     has_parameters = schema.get("properties") or schema.get("required") or schema.keys() - SILENT_KEYWORDS
     if schema_options.close_objects and not has_parameters:
         schema["additionalProperties"] = False

@@ -117,7 +117,10 @@ class AccessMiddleware:
         """Return the error for a refused request; record the index of its key."""
         headers = Headers(scope=scope)
         if self._local_only and not is_loopback(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
-            refusal = "Without an API key, this server answers only requests to localhost or 127.0.0.1; set an API key."
+            refusal = (
+                "Without an API key, this server answers only requests to localhost; start the server with "
+                "--api-key-file."
+            )
             return ApiError(403, refusal)
         scheme, _, bearer_key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -128,7 +131,7 @@ class AccessMiddleware:
         needs_key = scope["path"] not in PATHS_WITHOUT_KEY and scope["path"] not in read_page_files()
         if self._keys and needs_key and key_number is None:
             header_advice = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            return ApiError(401, f"The API key is missing or wrong; send it as {header_advice}.")
+            return ApiError(401, f"The API key is missing or wrong; send a valid key as {header_advice}.")
         return None
 
     def _find_key_number(self, key: str) -> int | None:

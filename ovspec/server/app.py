@@ -92,9 +92,9 @@ def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body:
 def suggest_base_url(path: str) -> str | None:
     """Return the advice for a client with a wrong base URL, judged by this path, or None."""
     if path.startswith("/v1/v1/"):
-        return "There is no such path: the client adds /v1 by itself; leave it out of its base URL."
+        return "There is no such path: the client adds /v1 by itself; leave /v1 out of the client's base URL."
     if f"/v1{path}" in BODY_TYPES or path == "/models":
-        return "There is no such path: the client doesn't add /v1 by itself; end its base URL with /v1."
+        return "There is no such path: the client doesn't add /v1 by itself; end the client's base URL with /v1."
     return None
 
 
@@ -102,7 +102,7 @@ async def handle_error(http_request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):  # no body at all; an invalid body gives an ApiError
         error = ApiError(400, NOT_AN_OBJECT)
     elif not isinstance(error, HTTPException):
-        error = ApiError(500, f"The server failed ({type(error).__name__}); see its log.")
+        error = ApiError(500, f"The server failed ({type(error).__name__}); see the server's log.")
     elif not isinstance(error, ApiError):  # Starlette's own
         error.detail = ROUTING_ERRORS.get(error.status_code, error.detail)
         if error.status_code == 404:

@@ -52,7 +52,7 @@ class BoundedRequest(Request):
             raise ApiError(415, "The request's body must be JSON; send it with 'Content-Type: application/json'.")
         too_large_error = ApiError(
             413,
-            f"The request's body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send less.",
+            f"The request's body is larger than {MAX_BODY_BYTES // 1_000_000} MB; send a smaller body.",
             close_connection=True,
         )
         if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:

@@ -118,7 +118,7 @@ class CompareEndpoint:
 def refuse_incomparable(prepared: PreparedRequest) -> None:
     """Raise ApiError for a request whose texts with and without speculation can't be compared."""
     if len(prepared.reply_inputs.rows) > 1:
-        raise ApiError(400, "n must be 1 in a comparison; leave it out.", "n")
+        raise ApiError(400, "n must be 1 in a comparison; leave n out.", "n")
     if prepared.reply_inputs.rows[0].prefill_only:
         raise ApiError(400, "max_tokens must be at least 1 in a comparison.", "max_tokens")
     for field, forbids in (
@@ -126,7 +126,9 @@ def refuse_incomparable(prepared: PreparedRequest) -> None:
         ("lookahead", prepared.params.lookahead_limit == 0),
     ):
         if forbids:
-            raise ApiError(400, f"Without speculation there is nothing to compare; leave {field} out.", field)
+            raise ApiError(
+                400, f"There is nothing to compare, because {field} turns speculation off; leave {field} out.", field
+            )
 
 
 def add_compare_endpoint(app: FastAPI, context: ServerContext) -> None:

@@ -79,7 +79,9 @@ def make_text_error(error: OvspecError, lm: LanguageModel) -> ApiError:
 
 
 def make_timeout_error(timeout_seconds: float) -> ApiError:
-    return ApiError(504, f"The request took longer than {timeout_seconds:g} seconds.", code="timeout")
+    return ApiError(
+        504, f"The request took longer than {timeout_seconds:g} seconds, the server's time limit.", code="timeout"
+    )
 
 
 def to_request_failure(error: HTTPException) -> RequestFailure:

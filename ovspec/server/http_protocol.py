@@ -62,7 +62,9 @@ class ClientConnection(H11Protocol):
         ACCESS_LOG.info("%s - - 400", (self.client or ("-",))[0])
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             return self.transport.abort()
-        message = f"The request is not HTTP/1.1, or its headers have more than {MAX_HEAD_BYTES} bytes; shorten them."
+        message = (
+            f"The request is not HTTP/1.1, or its headers have more than {MAX_HEAD_BYTES} bytes; shorten the headers."
+        )
         body = make_error_body(ApiError(400, message))
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")

@@ -145,7 +145,7 @@ def check_stop_strings(request: TextRequest, params: Params) -> None:
     stop_count = len(params.stop_strings)
     character_count = sum(map(len, params.stop_strings))
     if stop_count > MAX_STOPS or character_count > MAX_STOP_CHARACTERS:
-        limit_clause = f"at most {MAX_STOPS} with {MAX_STOP_CHARACTERS:,} characters are allowed"
+        limit_clause = f"at most {MAX_STOPS} strings with {MAX_STOP_CHARACTERS:,} characters are allowed"
         field = request.overrides.client_names.get("stop", "stop")
         raise ApiError(
             400, f"{field} has {stop_count} strings with {character_count} characters in total; {limit_clause}.", field
@@ -168,7 +168,7 @@ def check_prompt_sizes(lm: LanguageModel, request: TextRequest) -> None:
     for prompt in request.prompts:
         character_count = count_required_characters(prompt, request)
         if character_count > max_characters:
-            sizes_clause = f"{character_count} characters, but the context is {context_length} tokens"
+            sizes_clause = f"{character_count} characters, but the context length is {context_length} tokens"
             message = f"The prompt has {sizes_clause}; shorten the prompt."
             raise make_prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
 
@@ -193,8 +193,11 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     if request.draft != "none":
         requested_drafters = frozenset(request.draft.split(","))
     if not requested_drafters <= {*loaded_drafters}:
-        drafters_text = " and ".join(loaded_drafters) or "no drafters"
-        message = f'draft is {request.draft!r:.80}, but this server has {drafters_text}; use "none" for plain decoding.'
+        drafters_clause = "has no drafters"
+        if loaded_drafters:
+            drafters_clause = f"drafts only with {' and '.join(loaded_drafters)}"
+        remedy = 'set draft to "none" for plain decoding'
+        message = f"draft is {request.draft!r:.80}, but this server {drafters_clause}; {remedy}."
         raise ApiError(400, message, "draft")
     return DraftLimits(requested_drafters, params.lookahead_limit)
 
@@ -221,7 +224,7 @@ def enforce_row_limits(lm: LanguageModel, memory_tokens: int, request: TextReque
     for row in rows:
         if row.prompt_length >= memory_tokens:
             sizes_sentence = (
-                f"The prompt has {row.prompt_length} tokens, but this server's KV cache holds {memory_tokens}"
+                f"The prompt has {row.prompt_length} tokens, but this server's KV cache holds only {memory_tokens}"
             )
             message = f"{sizes_sentence}; shorten the prompt."
             raise make_prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)

@@ -40,11 +40,11 @@ def read_api_keys(key_file: Path | None) -> list[str]:
     key_lines = read_text(key_file).splitlines() if key_file else [os.environ.get(KEY_VARIABLE, "")]
     keys = [key_line.strip() for key_line in key_lines if key_line.strip()]
     if key_file and not keys:
-        raise OvspecError(f"{key_file}: contains no key; write each key on its own line.")
+        raise OvspecError(f"{key_file}: contains no API key; write each API key on a separate line.")
     if not all(key.isascii() for key in keys):
         raise OvspecError(
             f"{key_file or KEY_VARIABLE}: a key has non-ASCII characters, but clients can send only ASCII; choose "
-            "another."
+            "another key."
         )
     return keys
 
@@ -72,7 +72,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, dualstack_ipv6=dualstack)
     except OSError as error:
         reason = str(error.strerror or error).partition(" (while")[0]  # Python adds the address
-        raise OvspecError(f"Can't listen on {host}:{port} ({reason}); choose another address.") from None
+        raise OvspecError(f"Can't listen on {host}:{port} ({reason}); choose another `host` or `port`.") from None
 
 
 class DrainingServer(uvicorn.Server):

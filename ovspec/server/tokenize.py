@@ -86,7 +86,7 @@ def encode_prompt_of_body(context: ServerContext, ignored_names: IgnoredNames, b
     texts = [text for text in (body.prompt, body.content) if text is not None]
     special_fields = {field: getattr(body, field) for field in ADD_SPECIAL_FIELDS if getattr(body, field) is not None}
     if len(texts) + (body.messages is not None) != 1:
-        raise RequestError("The request needs exactly one of prompt, content and messages.")
+        raise RequestError("The request needs exactly one of the fields prompt, content and messages.")
     if body.messages is None:
         check_chat_ending(body, [])
         refuse_template_variables(body.chat_template_kwargs)
@@ -94,7 +94,7 @@ def encode_prompt_of_body(context: ServerContext, ignored_names: IgnoredNames, b
             raise RequestError("`tools` needs `messages`; leave `tools` out.", "tools")
         return lm.tokenizer.encode(texts[0], False not in special_fields.values()).tolist()
     if field := next(iter(special_fields), None):
-        raise RequestError(f"{field} can't be combined with messages; leave it out.", field)
+        raise RequestError(f"{field} can't be combined with messages; leave {field} out.", field)
     messages = to_template_messages(body.messages, ignored_names)
     tools = parse_tools(body.tools or ())
     check_chat_ending(body, messages)

@@ -192,7 +192,7 @@ def load_compiled_model(
             except OvspecError as error:  # not every cache type works with every precision
                 paged_check = PagedCheck(False, last_error_line(error))
         if engine == "paged":
-            raise OvspecError(f"{folder}: `engine='paged'` can't be used ({paged_check.reason}); leave it out.")
+            raise OvspecError(f"{folder}: `engine='paged'` can't be used ({paged_check.reason}); leave `engine` out.")
         engine_reason = paged_check.reason
     check_stateful_kv_precision(folder, options, engine_reason)
 
@@ -211,7 +211,7 @@ def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: st
     precision = options.fixed_properties.get("KV_CACHE_PRECISION", "f16")
     if may_use_gpu(options.device) and precision not in EXACT_KV_PRECISIONS:
         problem = f"needs the paged engine on a GPU, but the engine is stateful ({reason})"
-        raise OvspecError(f"{folder}: `kv_precision={precision!r}` {problem}; leave it out.")
+        raise OvspecError(f"{folder}: `kv_precision={precision!r}` {problem}; leave `kv_precision` out.")
 
 
 def load_model_giving_features(

@@ -120,7 +120,7 @@ def make_request(model: str | Path | None, draft: Any, weight_format: str | None
     named_draft = find_named_draft(draft_choice) if draft_choice else None
     is_exported = model is None or (Path(model) / MODEL_FILE).is_file()
     if is_exported and weight_format:
-        raise OvspecError(f"{model or 'the demo pair'}: already an IR; leave out `weight_format`.")
+        raise OvspecError(f"{model or 'the demo pair'}: already exported to an OpenVINO IR; leave `weight_format` out.")
     if is_exported and not named_draft:
         return ModelRequest(None, str(model), None, None, False, draft)
     model = model or find_demo_folder()
@@ -160,8 +160,8 @@ def add_known_draft(request: ModelRequest, draft_name: str) -> ModelRequest:
     if not known_draft and not may_bring_layer:
         kind = "head" if draft_name == HEAD_DRAFT else "draft"
         raise OvspecError(
-            f"{request.shown_name}: no {kind} is known for it; give a folder as `draft`, train a draft with 'ovspec "
-            "distill', or leave `draft` out."
+            f"{request.shown_name}: ovspec knows no {kind} for this model; set `draft` to a {kind}'s folder, train a "
+            "draft with 'ovspec distill', or leave `draft` out."
         )
     return replace(request, draft=known_draft, needs_draft=known_draft is not None)
 

@@ -126,5 +126,7 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     draft_files = [f"{DRAFT_FOLDER}/{file_name}" for file_name in TEXT_DECIDING_FILES]
     for file_name in (*TEXT_DECIDING_FILES, *draft_files, *template_paths):
         if file_name not in manifest.files and (folder / file_name).is_file():
-            raise OvspecError(f"{folder / file_name}: not part of the export; move it away, or export the model again.")
+            raise OvspecError(
+                f"{folder / file_name}: not part of the export; move this file away, or export the model again."
+            )
     return manifest

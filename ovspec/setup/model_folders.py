@@ -30,7 +30,7 @@ def find_demo_folder() -> Path:
     """Return the folder of the demo pair in a source checkout; raises OvspecError elsewhere."""
     folder = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
     if not folder.is_dir():
-        raise OvspecError("This installation has no embedded model; give a folder made by 'ovspec export'.")
+        raise OvspecError("This installation of ovspec has no demo model; give a folder made by 'ovspec export'.")
     return folder
 
 
@@ -51,9 +51,11 @@ def resolve_model_folder(model: str | Path | None) -> Path:
     check_ir_folder(folder)
     if is_head_folder(folder):
         kind = "an MTP layer" if is_mtp_folder(folder) else "an EAGLE-3 head"
-        raise OvspecError(f"{folder}: {kind}, not a model; load its target, with this folder as `draft`.")
+        raise OvspecError(f"{folder}: {kind}, not a model; load the target model, with this folder as `draft`.")
     if has_trimmed_vocabulary(folder):
-        raise OvspecError(f"{folder}: a draft with a trimmed vocabulary; load its target, with this folder as `draft`.")
+        raise OvspecError(
+            f"{folder}: only a draft (its vocabulary is trimmed); load the target model, with this folder as `draft`."
+        )
     return folder
 
 
@@ -85,19 +87,22 @@ def resolve_draft(
             )
         proposer_name = "head" if draft_choice.model == HEAD_DRAFT else "draft"
         raise OvspecError(
-            f"{folder}: exported without a {proposer_name}; set `draft` to a folder, or export the model again with "
-            "`draft`."
+            f"{folder}: exported without a {proposer_name}; set `draft` to a {proposer_name}'s folder, or export the "
+            "model again with `draft`."
         )
     draft_source = manifest.draft.source if manifest and manifest.draft else ""
     if draft_choice.model == SELF_DRAFT and not re.fullmatch(r".*, first \d+ layers", draft_source):
         raise OvspecError(
-            f"{draft_folder}: not made from the target's layers; run 'ovspec export --draft-layers N' to use 'self'."
+            f"{draft_folder}: not made from the target's layers, so `draft='self'` isn't possible; export the model "
+            "again with --draft-layers."
         )
     is_mtp = is_mtp_folder(draft_folder)
     if draft_choice.model == HEAD_DRAFT and (is_mtp or not is_head_folder(draft_folder)):
         kind = "an MTP layer" if is_mtp else "a draft model"
         name = MTP_DRAFT if is_mtp else EXPORTED_DRAFT
-        raise OvspecError(f"{draft_folder}: {kind}, not an EAGLE-3 head; set `draft='{name}'`, or export a head.")
+        raise OvspecError(
+            f"{draft_folder}: {kind}, not an EAGLE-3 head; set `draft='{name}'`, or export the model again with a head."
+        )
     if draft_choice.model == MTP_DRAFT and not is_mtp:
         raise OvspecError(
             f"{draft_folder}: not an MTP layer; set `draft='draft'`, or export the model again without `draft`."

@@ -118,7 +118,7 @@ def read_stored_model(folder: Path) -> StoredModel:
     manifest = read_manifest(folder / IR_FOLDER)
     if not manifest:
         raise OvspecError(
-            f"{folder}: its export is missing; run 'ovspec models rm {folder.name}', and load the model again."
+            f"{folder}: the exported files are missing; run 'ovspec models rm {folder.name}', and load the model again."
         )
     return StoredModel(folder, record, manifest)
 
@@ -234,7 +234,7 @@ def mark_used(folder: Path) -> None:
             marker.touch()
             atexit.register(marker.unlink, missing_ok=True)
     if not folder.is_dir():
-        raise OvspecError(f"{entry_folder.name}: just removed from the store; load the model again.")
+        raise OvspecError(f"{entry_folder.name}: just removed from the store by another process; load the model again.")
 
 
 def list_users(entry_folder: Path) -> list[str]:
@@ -258,7 +258,9 @@ def remove_model(folder: Path) -> None:
     try:
         folder.rename(doomed_folder)
     except PermissionError:  # Windows' error for open files
-        raise OvspecError(f"{folder.name}: its files are open in another program; stop this program first.") from None
+        raise OvspecError(
+            f"{folder.name}: another program uses files of this model; stop the other program first."
+        ) from None
     try:
         check_unused(doomed_folder, folder.name)  # a process may just have started to use it
     except OvspecError:
@@ -269,7 +271,7 @@ def remove_model(folder: Path) -> None:
 
 def check_unused(entry_folder: Path, name: str) -> None:
     if users := list_users(entry_folder):
-        raise OvspecError(f"{name}: in use by {', '.join(users)}; stop it first.")
+        raise OvspecError(f"{name}: in use by {', '.join(users)}; stop each process first.")
 
 
 def delete_folder(folder: Path) -> None:

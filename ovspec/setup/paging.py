@@ -165,17 +165,18 @@ def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
         paged_window = min((window_size for window_size in paged_windows if window_size is not None), default=UNBOUNDED)
         if paged_window != attention_window:
             return PagedCheck(
-                False, f"the attention window is {attention_window} in the model, but {paged_window} when paged"
+                False,
+                f"the attention window is {attention_window} in the model, but {paged_window} in the paged engine",
             )
         paged_logits = compute_paged_logits(paged_decoder, text_ids, other_ids)
     except NotPaged as error:
         return PagedCheck(False, str(error))
     except OvspecError as error:
-        return PagedCheck(False, f"OpenVINO cannot run the model paged ({last_error_line(error)})")
+        return PagedCheck(False, f"OpenVINO cannot run the model with the paged engine ({last_error_line(error)})")
     tolerance = MAX_GPU_NOISE * stateful_logits.std() if on_gpu else 10 * rounding_error + 1e-4 * stateful_logits.std()
     if all(np.abs(logits - stateful_logits[-len(logits) :]).max() <= tolerance for logits in paged_logits):
         return PagedCheck(True, "its logits agree with the stateful engine's")
-    return PagedCheck(False, "its logits differ from the stateful engine's")
+    return PagedCheck(False, "the paged engine's logits differ from the stateful engine's")
 
 
 def compute_paged_logits(decoder: Decoder, text_ids: np.ndarray, other_ids: np.ndarray) -> list[np.ndarray]:

@@ -86,7 +86,7 @@ def refuse_ids_missing_in_target(draft_ids: np.ndarray | None, folder: Path, tar
     target_width = target.ir.logits_width
     if draft_ids is not None and (len(missing_ids := draft_ids[(draft_ids < 0) | (draft_ids >= target_width)])):
         problem = f"proposes token id {missing_ids[0]}, but the target has {target_width} tokens"
-        raise OvspecError(f"{folder}: the draft {problem}; use it with its own target.")
+        raise OvspecError(f"{folder}: the draft {problem}; use the draft only with its own target.")
 
 
 def choose_two_token_rule(proposing_model: CompiledModel, options: DeviceOptions) -> CompiledModel:

@@ -192,8 +192,8 @@ class ChatFormat:
         """
         if invalid_messages := [message for message in messages if not isinstance(message, Mapping)]:
             raise PromptError(
-                f"messages: {invalid_messages[0]!r:.60} is not a message; append messages, such as the `message` of "
-                "a result."
+                f'messages: {invalid_messages[0]!r:.60} is not a message; append {{"role": …, "content": …}}, or '
+                "result.message."
             )
         if opens_answer and find_begun_answer(messages) is not None:
             return self._render_continuation(messages, tools, effort, variables)
@@ -393,9 +393,11 @@ def normalize_message(message: Message) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
-        raise PromptError(f"messages: {message!r:.80} lacks a role, or text as content; a chat with tools needs both.")
+        raise PromptError(
+            f"messages: {message!r:.80} lacks a role or a text as content; with tools, each message needs both."
+        )
     if not isinstance(calls, (list, tuple)):
-        raise PromptError("messages: tool_calls must be a list, as in a result's `message`.")
+        raise PromptError("messages: the field tool_calls of a message must be a list, as in result.message.")
     message = {**message, "content": content}
     if calls:
         message["tool_calls"] = list(map(normalize_call, calls))
@@ -408,10 +410,11 @@ def normalize_call(call: JsonValue) -> JsonObject:
     """Return a call with its arguments as an object if possible; raises PromptError for an invalid call."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise PromptError(f"messages: {call!r:.80} is not a tool call; append the `message` of a result.")
+        raise PromptError(
+            f"messages: {call!r:.80} is not a tool call; use {{'type': 'function', 'function': {{'name': …}}}}."
+        )
     if not isinstance(call.get("id", ""), str):
-        problem = f"messages: the id of a call to {function['name']:.80} must be a string"
-        raise PromptError(f"{problem}; append the `message` of a result.")
+        raise PromptError(f"messages: the id of a tool call to {function['name']:.80} must be a string.")
     return replace_arguments(
         {**call, "type": "function", "function": function}, parse_call_arguments(function.get("arguments"))
     )

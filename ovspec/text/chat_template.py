@@ -81,7 +81,7 @@ class ChatTemplate:
         """
         all_variables = {"tools": None, "documents": None, **(variables or {})}
         for variable in all_variables.keys() & RESERVED_ARGUMENTS:
-            raise OvspecError(f"`chat_template_kwargs` can't set {variable}, a reserved name; leave it out.")
+            raise OvspecError(f"`chat_template_kwargs` can't set {variable}, a reserved name; leave {variable} out.")
         for variable in ("tools", "documents"):
             list_value = all_variables[variable]
             is_list = isinstance(list_value, (list, tuple)) and all(isinstance(entry, Mapping) for entry in list_value)
@@ -106,11 +106,14 @@ class ChatTemplate:
         }
         renderer_reply = self._ask_renderer(request)
         if "unread" in renderer_reply:
+            unread = renderer_reply["unread"]
             reads_clause = (
-                f"it reads {', '.join(renderer_reply['reads'])}" if renderer_reply["reads"] else "it reads no variables"
+                f"the template uses {', '.join(renderer_reply['reads'])}"
+                if renderer_reply["reads"]
+                else "the template uses no variables"
             )
             raise TemplateError(
-                f"The model's chat template doesn't read {renderer_reply['unread']}; leave it out ({reads_clause})."
+                f"The model's chat template doesn't use the variable {unread}; leave {unread} out ({reads_clause})."
             )
         if "error" in renderer_reply:
             raise TemplateError(f"The model's chat template cannot render these messages: {renderer_reply['error']}.")
@@ -126,7 +129,7 @@ class ChatTemplate:
             return RENDERER.ask(request_json)
         except SandboxLimitExceeded as limit_error:
             raise TemplateError(
-                f"The model's chat template {limit_error}; give plain text, not chat messages."
+                f"The model's chat template {limit_error}; give plain text instead of chat messages."
             ) from None
 
 
@@ -163,6 +166,6 @@ def load_chat_template(folder: Path, custom_source: str | None = None, bos: str 
         problem = f"{folder}: none of its chat templates ({template_names}) is the default"
         raise OvspecError(f"{problem}; choose a template with `chat_template`.")
     if not source:
-        advice = "give plain text, not chat messages, or a `chat_template`"
+        advice = "give plain text instead of chat messages, or set `chat_template`"
         raise OvspecError(f"{folder}: this model has no chat template; {advice}.")
     return ChatTemplate(source, read_special_tokens(folder), templates.get("tool_use"))

@@ -93,7 +93,7 @@ def resolve_custom_template(template: str | Path, model_templates: Mapping[str, 
             f"'{shown_name}'" if isinstance(template, Path) else repr(shown_name)
         )  # Path's repr would double Windows' backslashes
         raise OvspecError(
-            f"`chat_template` is {quoted_name:.80}; it must be a file, a template's text or one of {known_names}."
+            f"`chat_template` is {quoted_name:.80}; it must be a template's file or text, or one of {known_names}."
         )
     try:
         prompt = ChatTemplate(source, {}).render([{"role": "user", "content": PROBE_TEXT}])

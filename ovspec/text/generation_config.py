@@ -89,7 +89,7 @@ class GenerationConfig:
         """The tokens used for an empty prompt, (n,) int64; raises OvspecError if the model has no BOS."""
         if len(bos_ids := self.bos_ids):
             return bos_ids
-        raise PromptError("The prompt is empty, but the model has no BOS token to start with; give a prompt.")
+        raise PromptError("The prompt is empty, but the model has no BOS token to start with; give a prompt with text.")
 
 
 def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def read_recommended_sampling(folder: Path, chosen_options: Mapping[str, Any]) -
         make_params({"temperature": 1.0} | applied_settings)
     except OvspecError as error:
         problem = str(error).replace("`", "").rstrip(".")  # without backticks: it isn't an option of the caller
-        remedy = "correct it in the checkpoint and export the model again, or set `temperature=0`"
+        remedy = "correct this file in the checkpoint and export the model again, or set `temperature=0`"
         raise OvspecError(f"{config_file}: {problem}; {remedy}.") from None
     return {option: value for option, value in applied_settings.items() if value != SAMPLING_OPTIONS[option].default}
 

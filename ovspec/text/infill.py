@@ -69,7 +69,7 @@ FIM_FAMILIES = (
 # Further tokens at the end of a middle, for models with an incomplete config.
 COMMON_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 FIM_TOKEN_NAMES = {name for family in FIM_FAMILIES for name in family.all_names} | {*COMMON_END_NAMES}
-NO_FIM_ERROR = "The model's vocabulary has no fill-in-the-middle tokens; serve a code model, such as Qwen2.5-Coder."
+NO_FIM_ERROR = "The model's vocabulary has no fill-in-the-middle tokens; use a code model, such as Qwen2.5-Coder."
 # llama.cpp's texts for missing names, and between chunks for a missing token.
 DEFAULT_REPOSITORY = "myproject\n"
 DEFAULT_FILE = "filename\n"

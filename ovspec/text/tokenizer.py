@@ -135,12 +135,12 @@ class Tokenizer:
         Raises OvspecError if ``text`` contains half of a surrogate pair, or ends with a NUL, because OpenVINO drops it.
         """
         if text.endswith("\0"):
-            raise OvspecError("The prompt ends with a NUL character, which would be lost; remove it.")
+            raise OvspecError("The prompt ends with a NUL character, which would be lost; remove this character.")
         try:
             text.encode()
         except UnicodeEncodeError:
             raise OvspecError(
-                "The prompt is not valid Unicode: it contains an unpaired surrogate; remove it."
+                "The prompt is not valid Unicode: it contains an unpaired surrogate; remove the surrogate."
             ) from None
         ids = self._encode(text)
         return ids if special else ids[self._prefix_length : len(ids) - self._suffix_length]

@@ -66,7 +66,7 @@ def test_what_no_template_gets_is_refused(lm: ovspec.LanguageModel) -> None:
         ([*CHAT, None], None, "messages: None is not a message; append"),
         (CHAT, "think", "`chat_template_kwargs` must be an object, not 'think'"),
         (CHAT, {1: False}, "must be an object, not {1: False}"),
-        (CHAT, {"thnk": False}, r"doesn't read thnk; leave it out \(it reads think, tools\)"),
+        (CHAT, {"thnk": False}, r"doesn't use the variable thnk; leave thnk out \(the template uses think, tools\)"),
         (CHAT, {"think": {1}}, "JSON"),
     ]
     for prompt, variables, sentence in cases:

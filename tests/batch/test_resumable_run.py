@@ -264,8 +264,8 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     [
         ("{broken", "The line is not JSON"),
         ("42", "JSON object or string"),
-        ("{}", "either a prompt or messages"),
-        ('{"prompt": "a", "messages": [{}]}', "either a prompt or messages"),
+        ("{}", "exactly one of the fields prompt and messages"),
+        ('{"prompt": "a", "messages": [{}]}', "exactly one of the fields prompt and messages"),
         ('{"messages": []}', "messages must not be empty"),
         ('{"prompt": ["a", 5]}', "prompt must be a string"),
         ('{"prompt": true}', "prompt must be a string"),
@@ -303,11 +303,14 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "stream": true}', "stream can't"),
         ('{"prompt": "a", "response_format": "json"}', "response_format must"),
         ('{"prompt": "a", "response_format": {"type": []}}', "`response_format` must"),
-        ('{"prompt": "a", "response_format": {"type": "text", "schema": {}}}', "has no schema"),
-        ('{"prompt": "a", "response_format": {"type": "json_object", "json_schema": {}}}', "has no json_schema"),
+        ('{"prompt": "a", "response_format": {"type": "text", "schema": {}}}', "schema is not a field of"),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_object", "json_schema": {}}}',
+            "json_schema is not a field of `response_format`",
+        ),
         (
             '{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strct": true}}}',
-            "has no json_schema.strct; did you mean strict?",
+            "json_schema.strct is not a field of `response_format`; did you mean strict?",
         ),
         ('{"prompt": "a", "regex": "a", "response_format": {"type": "text"}}', "`response_format` and `regex` can't"),
         ('{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}', "`max_tokens` and `max_completion_tokens`"),

@@ -173,9 +173,9 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
         monkeypatch.setattr(ovspec.setup.paging, "read_attention_windows", lambda _: {None, 77})
     assert check_paged_logits(SMALL, DeviceOptions()) == PagedCheck(
         False,
-        f"the attention window is {UNBOUNDED} in the model, but 77 when paged"
+        f"the attention window is {UNBOUNDED} in the model, but 77 in the paged engine"
         if mistake == "window"
-        else "its logits differ from the stateful engine's",
+        else "the paged engine's logits differ from the stateful engine's",
     )
 
 

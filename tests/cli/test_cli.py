@@ -320,8 +320,16 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "hi", "--draft", "models/typo"], 1, "no such folder"),
         (["generate", "PAIR", "hi", "--draft", "./typo"], 2, "no such folder"),
         (["generate", "model.gguf"], 1, "no such folder"),
-        (["generate", "hi", "--weight-format", "int8"], 1, "already an IR; leave out --weight-format."),
-        (["chat", "PAIR", "--weight-format", "int8"], 1, "already an IR; leave out --weight-format."),
+        (
+            ["generate", "hi", "--weight-format", "int8"],
+            1,
+            "already exported to an OpenVINO IR; leave --weight-format out.",
+        ),
+        (
+            ["chat", "PAIR", "--weight-format", "int8"],
+            1,
+            "already exported to an OpenVINO IR; leave --weight-format out.",
+        ),
         (["models", "remove"], 2, "to delete models, run: ovspec models rm NAME..."),
         (["models", "rm"], 2, "Missing names; give the models to delete"),
         (["models", "rm", "a", "--prune", "1"], 2, "--prune can't be combined with names"),

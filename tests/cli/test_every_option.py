@@ -249,7 +249,9 @@ SHARED: dict[str, Case] = {
     "tune": Case(("--no-tune",), lambda f, b: b.tuned and not f.tuned),
     "verify": Case(("--verify",), refusal("changed since the export")),
     # tests/cli/test_models.py takes one that is exported.
-    "weight_format": Case(("--weight-format", "int4"), refusal("already an IR; leave out --weight-format.")),
+    "weight_format": Case(
+        ("--weight-format", "int4"), refusal("already exported to an OpenVINO IR; leave --weight-format out.")
+    ),
 }
 OWN: dict[tuple[str, str], Case] = {
     ("chat", "retries"): Case(
@@ -260,7 +262,9 @@ OWN: dict[tuple[str, str], Case] = {
         ("--chat-template-kwargs", '{"word": "a, b, c, d"}'), longer_prompt, ("--chat-template-kwargs", '{"word": ""}')
     ),
     ("chat", "chat_template"): Case(("--chat-template", "phi4"), is_phi4),
-    ("chat", "constrain_from"): Case(("--regex", "a", "--constrain-from", "("), refusal("'(' is not in the prompt")),
+    ("chat", "constrain_from"): Case(
+        ("--regex", "a", "--constrain-from", "("), refusal("'('; it must be a part of the prompt.")
+    ),
 }
 NOT_TAKEN = {
     *product(("generate", "chat"), ("batch_size", "tool_format", "reasoning_effort", "max_thinking_tokens")),

@@ -98,12 +98,15 @@ def test_every_command_takes_a_name(run: Callable[..., Outcome], tmp_path: Path,
     drafted = run("generate", checkpoint, "import", "-n", "2", "--draft", DRAFT, "--json", *LOADING)
     assert drafted.code == 0 and drafted.lm.draft, drafted.err
     in_use = run("models", "rm", "small-int4")
-    assert (in_use.code, f"small-int4: in use by process {os.getpid()}; stop it first." in in_use.err) == (1, True)
+    assert (in_use.code, f"small-int4: in use by process {os.getpid()}; stop each process first." in in_use.err) == (
+        1,
+        True,
+    )
     assert pair.is_dir()
 
 
 def test_a_missing_draft_is_said_before_an_export(run: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     refused = run("chat", "model.gguf", "--draft")
-    assert "model: no draft is known for it; give a folder as --draft" in refused.err
+    assert "model: ovspec knows no draft for this model; set --draft to a draft's folder" in refused.err
     assert not model_store.list_entry_folders()

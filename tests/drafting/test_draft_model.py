@@ -190,10 +190,10 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     pair: Path, draft: Path, ids: np.ndarray, load_with: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_once(monkeypatch)
-    with pytest.raises(OvspecError, match="a draft with a trimmed vocabulary; load its target"):
+    with pytest.raises(OvspecError, match="only a draft \\(its vocabulary is trimmed\\); load the target model"):
         ovspec.load(draft)
     cases = {
-        "the draft proposes token id 4096, but the target has 4096 tokens; use it with its own target": (
+        "the draft proposes token id 4096, but the target has 4096 tokens; use the draft only with its own target": (
             ids + 4096 - ids[-1]
         ),
         "the draft proposes token id -1, but the target has 4096 tokens": ids - 1,

@@ -212,7 +212,7 @@ def test_wrong_names_are_refused_in_a_sentence(folder: Path) -> None:
     cases = {
         (folder / "own", "head"): "an MTP layer, not an EAGLE-3 head; set `draft='mtp'`",
         (folder / "own", "self"): "not made from the target's layers",
-        (mtp, "none"): "an MTP layer, not a model; load its target",
+        (mtp, "none"): "an MTP layer, not a model; load the target model",
     }
     for (model, draft), expected in cases.items():
         with pytest.raises(ovspec.OvspecError, match=expected):

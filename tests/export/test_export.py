@@ -130,7 +130,7 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair / "draft", draft)
     (draft / "tokenizer.json").unlink()
     for options in ((Compression("int4"), None), (Compression(), Compression("fp16"))):
-        with pytest.raises(ovspec.OvspecError, match="already an IR"):
+        with pytest.raises(ovspec.OvspecError, match="already exported to an OpenVINO IR"):
             export_pair(str(pair), str(draft), tmp_path / "out", *options)
     manifest = export_pair(str(pair), str(draft), tmp_path / "out")
     assert manifest.draft
@@ -148,7 +148,7 @@ def test_a_chat_template_is_put_in_place_of_all_others(pair: Path, tmp_path: Pat
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}", "utf-8")
     with pytest.raises(
         ovspec.OvspecError,
-        match="`chat_template` is 'mine'; it must be a file, a template's text or one of default, tool_use",
+        match="`chat_template` is 'mine'; it must be a template's file or text, or one of default, tool_use",
     ):
         export_pair(str(source), None, out, chat_template="mine")
     assert not out.exists()

@@ -175,7 +175,7 @@ def test_schemas_that_are_refused() -> None:
     strange = {"type": "object", "properties": {"x": {"type": "strnig"}}}
     for format in ("hermes", "glm"):
         for schema, sentence in [
-            ({"type": "array", "items": {}}, "at #/type: arguments must be an object; set the type to object"),
+            ({"type": "array", "items": {}}, "at #/type: arguments must be an object; set the type to 'object'"),
             ({"type": "string"}, "arguments must be an object"),
             ({"type": ["object", "null"]}, "arguments must be an object"),
             (strange, "did you mean string"),

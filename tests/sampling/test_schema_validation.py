@@ -98,7 +98,7 @@ def test_retries_take_the_next_seeds_until_the_text_is_valid(load: Load, draft: 
         ({"json_schema": {}, "retries": 1, "json_schema_mode": "checked"}, "`retries` needs a `temperature` above 0"),
         ({"json_schema": {}, "json_schema_mode": "loose"}, "must be one of strict, checked"),
         ({"json_schema": {}, "retries": -1}, "must be 0 or more"),
-        ({"json_schema": 3}, "`json_schema` 3 has no JSON schema"),
+        ({"json_schema": 3}, "`json_schema`: 3 can't be turned into a JSON schema"),
     ],
 )
 def test_options_that_do_not_fit(load: Load, options: dict[str, Any], message: str) -> None:
@@ -128,7 +128,7 @@ def test_a_type_without_a_schema_is_refused(load: Load) -> None:
     class Calling(BaseModel):
         call: Callable[[int], int]
 
-    with pytest.raises(OvspecError, match="has no JSON schema"):
+    with pytest.raises(OvspecError, match="can't be turned into a JSON schema"):
         load().generate("x", json_schema=Calling)
 
 
@@ -282,7 +282,7 @@ def test_only_what_may_take_long_is_judged_elsewhere(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_schemas_that_judge_nothing(schema: Any, why: str) -> None:
-    with pytest.raises(OvspecError, match=rf"^`json_schema` can't validate a text: .*({why}).*\.$"):
+    with pytest.raises(OvspecError, match=rf"^`json_schema` can't be used to check a text: .*({why}).*\.$"):
         find_schema_errors(schema, "", '"a text"')
 
 

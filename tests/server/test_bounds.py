@@ -66,7 +66,9 @@ def test_long_texts_are_encoded(server: Running) -> None:
 def test_stop_strings_are_bounded(server: Running, stops: list[str]) -> None:
     answer = server.post("/v1/completions", {"prompt": "a", "stop": stops})
     error = answer.json()["error"]
-    assert answer.status_code == 400 and "at most 64 with 4,000" in error["message"] and error["param"] == "stop"
+    assert (
+        answer.status_code == 400 and "at most 64 strings with 4,000" in error["message"] and error["param"] == "stop"
+    )
     many = [f"{number:02}" * 31 for number in range(64)]
     assert server.post("/v1/completions", {"prompt": "a", "stop": many, "max_tokens": 3}).status_code == 200
 

@@ -219,7 +219,10 @@ def test_wrong_fields_are_refused_in_the_shape_of_the_api(server: Running, api: 
 
 @every
 def test_a_wrong_base_url_is_told(server: Running, api: Api) -> None:
-    for path, told in ((f"/v1{api.path}", "leave it out of its base URL"), (api.path[3:], "end its base URL with /v1")):
+    for path, told in (
+        (f"/v1{api.path}", "leave /v1 out of the client's base URL"),
+        (api.path[3:], "end the client's base URL with /v1"),
+    ):
         answer = server.post(path, api.body)
         kind, message = api.error(answer.json())
         assert (answer.status_code, kind) == (404, "not_found_error") and message.endswith(f"{told}.")

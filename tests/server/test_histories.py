@@ -316,7 +316,7 @@ def test_template_arguments_that_nothing_reads(served: Served, api: str) -> None
     """The server ignores and names them; Python and the command line refuse them."""
     found = served.ask(api, [ASK], chat_template_kwargs={"enable_thinking": False, "tint": 1})
     if api == "batch":
-        assert "doesn't read enable_thinking" in found.said
+        assert "doesn't use the variable enable_thinking" in found.said
         return
     assert found.ignored == ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.tint"], found
     assert found.record["prompt_token_ids"] == served.lm.runtime.prompt_encoder.encode([ASK]).tolist()
@@ -353,8 +353,8 @@ FLAGS: list[tuple[dict[str, bool], bool, str]] = [
     ({"add_generation_prompt": True, "continue_final_message": False}, False, ""),
     ({"continue_final_message": True, "add_generation_prompt": True}, True, "can't both be true"),
     ({"continue_final_message": True}, False, "needs an assistant message without tool calls at the end"),
-    ({"continue_final_message": False}, True, "is always continued; leave it out, or end with another message"),
-    ({"add_generation_prompt": False}, False, "no assistant message at the end to continue"),
+    ({"continue_final_message": False}, True, "of the chat is always continued; add a user message at the end"),
+    ({"add_generation_prompt": False}, False, "the chat doesn't end with an assistant message to continue"),
 ]
 
 

@@ -225,7 +225,7 @@ def test_a_body_that_is_too_large_is_refused_at_once(serve: Serve, length: bytes
     """The answer comes though the rest of the body never does, and the connection is closed then."""
     served = serve(Streaming(1, 10))
     with served.connect(POST.replace(b"Content-Length: 10", length) + body) as client:
-        assert error_of(read_all(client)) == (413, "The request's body is larger than 8 MB; send less.")
+        assert error_of(read_all(client)) == (413, "The request's body is larger than 8 MB; send a smaller body.")
     assert served.statuses == [413]
 
 

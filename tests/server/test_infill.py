@@ -326,11 +326,11 @@ def test_a_model_without_the_tokens(server: Running, path: str, body: Any, field
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"input_extra": "x"}, "input_extra must be a list of objects with the strings text and filename"),
-        ({"input_extra": [5]}, "input_extra must be a list of objects"),
-        ({"input_extra": [{"text": 5}]}, "input_extra must be a list of objects"),
-        ({"input_extra": [{"filename": "a"}]}, "input_extra must be a list of objects"),
-        ({"input_extra": [{"text": "a", "filename": ["b"]}]}, "input_extra must be a list of objects"),
+        ({"input_extra": "x"}, 'input_extra must be a list of {"filename": …, "text": …}, with strings as values'),
+        ({"input_extra": [5]}, 'input_extra must be a list of {"filename": …'),
+        ({"input_extra": [{"text": 5}]}, 'input_extra must be a list of {"filename": …'),
+        ({"input_extra": [{"filename": "a"}]}, 'input_extra must be a list of {"filename": …'),
+        ({"input_extra": [{"text": "a", "filename": ["b"]}]}, 'input_extra must be a list of {"filename": …'),
         ({"input_prefix": None}, "input_prefix is missing."),
         ({"input_suffix": 5}, "input_suffix must be a string."),
         ({"prompt": ["a"]}, "prompt must be a string."),

@@ -348,7 +348,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
     ({"messages": [{"role": "user", "content": "a " * 5000}]}, "Prompt is too long: The prompt has"),
     ({"messages": [{"role": "user", "content": "a" * 3_000_000}]}, "Prompt is too long: The prompt has 3000000 char"),
-    ({"draft": "medusa"}, "draft is 'medusa', but this server has lookup and draft"),
+    ({"draft": "medusa"}, "draft is 'medusa', but this server drafts only with lookup and draft"),
     ({"stream": True, "json_schema": {}, "json_schema_mode": "checked", "retries": 2, "temperature": 1.0}, "retries"),
 ]
 

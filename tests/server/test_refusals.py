@@ -46,8 +46,18 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "stop_ids": [1], "stop_token_ids": [2]}, "`stop_token_ids`", "stop_ids"),
     ("/v1/completions", {**TEXT, "max_tokens": "5"}, "max_tokens", "max_tokens"),
     ("/v1/completions", {**TEXT, "suffix": "b", "echo": True}, "suffix can't be combined with echo", "suffix"),
-    ("/v1/completions", {"prompt": ["a", "b"], "suffix": "b"}, "suffix needs a single string as the prompt", "suffix"),
-    ("/v1/completions", {"prompt": [65], "suffix": "b"}, "suffix needs a single string as the prompt", "suffix"),
+    (
+        "/v1/completions",
+        {"prompt": ["a", "b"], "suffix": "b"},
+        "suffix works only if the prompt is a single string",
+        "suffix",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [65], "suffix": "b"},
+        "suffix works only if the prompt is a single string",
+        "suffix",
+    ),
     ("/v1/chat/completions", {**CHAT, "suffix": "b"}, "suffix is not a field .*, but of /v1/completions", "suffix"),
     ("/v1/completions", {**TEXT, "max_completion_tokens": -2}, "is -2; it must be 0 or more", "max_completion_tokens"),
     ("/v1/completions", {**TEXT, "stop_token_ids": [-1]}, "`stop_token_ids`: token id -1", "stop_token_ids"),
@@ -63,9 +73,14 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "regex": "("}, "regex", "regex"),
     ("/v1/completions", {**TEXT, "regex": "a", "choice": ["b"]}, "can't be combined", None),
     ("/v1/completions", {**TEXT, "json_schema": "/etc/passwd"}, "isn't JSON; give the schema's text.$", "json_schema"),
-    ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar; give its text.$", "grammar"),
-    ("/v1/completions", {**TEXT, "draft": "medusa"}, "this server has lookup and draft", "draft"),
-    ("/v1/completions", {**TEXT, "draft": ""}, 'this server has lookup and draft; use "none"', "draft"),
+    ("/v1/completions", {**TEXT, "grammar": "/etc/passwd"}, "isn't a grammar; give the grammar's text.$", "grammar"),
+    ("/v1/completions", {**TEXT, "draft": "medusa"}, "this server drafts only with lookup and draft", "draft"),
+    (
+        "/v1/completions",
+        {**TEXT, "draft": ""},
+        'this server drafts only with lookup and draft; set draft to "none"',
+        "draft",
+    ),
     ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "needs stream", "stream_options"),
     (
         "/v1/completions",
@@ -85,7 +100,7 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/tokenize", {"messages": []}, "must not be empty", "messages"),
     ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": True}, "messages", "add_special_tokens"),
     ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, "needs chat messages", "chat_template_kwargs"),
-    ("/tokenize", {}, "one of prompt", None),
+    ("/tokenize", {}, "one of the fields prompt", None),
     ("/detokenize", {"tokens": [10**30]}, "beyond the vocabulary", "tokens"),
     ("/detokenize", {"tokens": [999999]}, "not in the vocabulary", "tokens"),
 ]
@@ -110,11 +125,14 @@ def test_wrong_fields_are_named(server: Running, path: str, body: Any, message: 
         ({"role": "user", "content": None}, "each message needs content"),
         ({"role": "user", "content": ["Hi"]}, "each message needs content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
-        ({"role": "user", "content": [{"type": "text"}]}, "must have a string as its text"),
-        ({"role": "user", "content": "Hi", "name": 5}, "name must be a string"),
+        ({"role": "user", "content": [{"type": "text"}]}, "must have the field text, a string"),
+        ({"role": "user", "content": "Hi", "name": 5}, "the field name of a message must be a string"),
         ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "each tool call must"),
-        ({"role": "assistant", "content": "", "tool_calls": {"id": "1"}}, "tool_calls must be a list"),
-        ({"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}, "the id of a call to f"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": {"id": "1"}},
+            "the field tool_calls of a message must be a list",
+        ),
+        ({"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}, "the id of a tool call to f"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "function_call is not supported"),
     ],
 )
@@ -133,10 +151,14 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"c
     [
         ({"type": "text"}, {"regex": "a"}, "`response_format` and `regex` can't be combined"),
         (FORMAT, {"json_schema": {}}, "`response_format` and `json_schema` can't be combined"),
-        ({"type": "json_object", "strict": True}, {}, "has no strict"),
+        ({"type": "json_object", "strict": True}, {}, "strict is not a field of"),
         ({"type": "json_object", "schema": {"type": "objct"}}, {}, "`response_format`, at #/type"),
-        ({**FORMAT, "schema": {}}, {}, "has no schema"),
-        ({**FORMAT, "json_schema": {**FORMAT["json_schema"], "strct": True}}, {}, "json_schema.strct; did you mean"),
+        ({**FORMAT, "schema": {}}, {}, "schema is not a field of"),
+        (
+            {**FORMAT, "json_schema": {**FORMAT["json_schema"], "strct": True}},
+            {},
+            "json_schema.strct is not a field of `response_format`; did you mean",
+        ),
     ],
 )
 def test_response_formats_that_cannot_be_met(server: Running, wanted: Any, more: Any, told: str) -> None:
@@ -282,7 +304,7 @@ def test_a_text_ends_where_memory_ends(guarded: Running, cache_dir: Path) -> Non
     assert asked.json()["choices"][0]["finish_reason"] == "length" and room < 2000
     answer = ask(guarded, prompt=[5] * room, max_tokens=1)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and f"this server's KV cache holds {room};" in error["message"], answer.text
+    assert answer.status_code == 400 and f"this server's KV cache holds only {room};" in error["message"], answer.text
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 

@@ -111,7 +111,7 @@ def test_a_distilled_draft_comes_before_the_known_pairs(tmp_path: Path) -> None:
 def test_an_ir_is_used_where_it_is(pair: Path, exports: list[tuple[Any, ...]], tmp_path: Path) -> None:
     for draft in (None, "none", "draft", "lookup", str(pair / "draft"), lambda: None):
         assert find_exported_model(pair, draft, None) == (pair, draft)
-    with pytest.raises(OvspecError, match="already an IR; leave out `weight_format`"):
+    with pytest.raises(OvspecError, match="already exported to an OpenVINO IR; leave `weight_format` out"):
         find_or_export_model(pair, None, "int8")
     folder, choice = find_or_export_model(pair, parse_draft(str(DRAFT)), None)
     assert choice == DraftChoice(model="draft") and folder.parent.parent == tmp_path / "cache" / "models"
@@ -124,8 +124,8 @@ REFUSED = [
     (("nowhere.gguf", None), "no such folder or file"),
     (("org/nowhere.gguf", None), "no such folder or file"),
     (("org/model@", None), "no revision after the @"),
-    (("org/model", "head"), "org/model: no head is known for it; give a folder as `draft`"),
-    (("org/model:Q4_K_M", True), "org/model:Q4_K_M: no draft is known for it"),
+    (("org/model", "head"), "org/model: ovspec knows no head for this model; set `draft` to a head's folder"),
+    (("org/model:Q4_K_M", True), "org/model:Q4_K_M: ovspec knows no draft for this model"),
     ((str(DRAFT), "nowhere"), "nowhere: no such folder or file"),
     ((str(Path(__file__).parent), None), "has no openvino_model.xml; give a folder made by"),
     ((__file__, None), "is a file; give a folder"),

@@ -95,7 +95,7 @@ def test_a_model_in_use_stays(pair: Path, cache: Path) -> None:
     command = [sys.executable, "-c", IN_USE, str(cache), str(stored.ir_folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline()
-        with pytest.raises(OvspecError, match=f"^model: in use by process {process.pid}; stop it first"):
+        with pytest.raises(OvspecError, match=f"^model: in use by process {process.pid}; stop each process first"):
             remove_model(stored.folder)
         newer = put(pair, ModelRecord("org/model", None, "org/draft"), outdated=(stored.folder,))
         assert newer.name == "model-2" and find_stored_model("org/model", None, draft=None)

@@ -103,11 +103,11 @@ def test_what_can_be_given(tmp_path: Path) -> None:
     [
         (
             "chatlm",
-            r"`chat_template` is 'chatlm'; it must be a file, a template's text or one of tool_use, chatml, deepseek, ",
+            r"`chat_template` is 'chatlm'; it must be a template's file or text, or one of tool_use, chatml, deep",
         ),
-        ("a\0b", "it must be a file, a template's text or one of"),
-        ("a" * 5000, "it must be a file, a template's text or one of"),
-        (Path("no/where.jinja"), r"'no[/\\]where.jinja'; it must be a file, a template's text or one of"),
+        ("a\0b", "it must be a template's file or text, or one of"),
+        ("a" * 5000, "it must be a template's file or text, or one of"),
+        (Path("no/where.jinja"), r"'no[/\\]where.jinja'; it must be a template's file or text, or one of"),
         ("{% for", "`chat_template`: the given text cannot render these messages: "),
         ("{{ raise_exception('only tools') }}", "the given text cannot render these messages: only tools."),
         ("{{ bos_token }}", "the given text doesn't render the user's message; is it a chat template"),

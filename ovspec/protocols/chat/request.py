@@ -30,7 +30,7 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
     messages = getattr(body, "messages", None)
     prompt = getattr(body, "prompt", None)
     if (messages is None) == (prompt is None):
-        raise RequestError("A request must have either a prompt or messages.")
+        raise RequestError("A request needs exactly one of the fields prompt and messages.")
     echo = bool(getattr(body, "echo", None))
     ignored = IgnoredNames()
     template_messages = to_template_messages(messages or [], ignored, kind == "batch_line")
@@ -38,13 +38,13 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
         check_chat_ending(body, template_messages)
     if messages is not None:
         if echo:
-            raise RequestError("echo can't be combined with messages; leave it out.", "echo")
+            raise RequestError("echo can't be combined with messages; leave echo out.", "echo")
         prompt = template_messages
     if suffix := getattr(body, "suffix", None):
         if echo:
             raise RequestError("suffix can't be combined with echo; leave one out.", "suffix")
         if not isinstance(prompt, str):
-            raise RequestError("suffix needs a single string as the prompt.", "suffix")
+            raise RequestError("suffix works only if the prompt is a single string.", "suffix")
         prompt = InfillPrompt(prompt, suffix)
     prompts: Any = prompt if is_nonempty_prompt_list(prompt) else [prompt]
     return replace(build_text_request(body, kind, prompts, echo), ignored=(*ignored,))
@@ -93,7 +93,9 @@ def read_response_format_schema(response_format: JsonObject) -> JsonValue:
     schema_is_beside_type = format_type == "json_schema" and "json_schema" not in format_fields  # llama.cpp's way
     if format_type in RESPONSE_FORMAT_FIELDS:
         known_fields = {"type", *RESPONSE_FORMAT_FIELDS[format_type], *(WRAPPER_KEYS if schema_is_beside_type else ())}
-        refuse_unknown_fields(format_fields, known_fields, "`response_format` has no {name}", "response_format")
+        refuse_unknown_fields(
+            format_fields, known_fields, "{name} is not a field of `response_format`", "response_format"
+        )
     if format_type == "text":
         return None
     if format_type == "json_object" and format_fields.get("schema", {}) == {}:
@@ -109,7 +111,9 @@ def read_response_format_schema(response_format: JsonObject) -> JsonValue:
             "response_format",
         )
     if wrapper is not format_fields:
-        refuse_unknown_fields(wrapper, WRAPPER_KEYS, "`response_format` has no json_schema.{name}", "response_format")
+        refuse_unknown_fields(
+            wrapper, WRAPPER_KEYS, "json_schema.{name} is not a field of `response_format`", "response_format"
+        )
     return {"name": str(wrapper.get("name")), "schema": wrapper["schema"]}
 
 
@@ -133,18 +137,20 @@ def check_chat_ending(body: ChatEndingFields, template_messages: list[Message]) 
         )
     if body.continue_final_message and not is_continued:
         raise RequestError(
-            "`continue_final_message` needs an assistant message without tool calls at the end; leave it out.",
+            "`continue_final_message` needs an assistant message without tool calls at the end of the chat; leave "
+            "`continue_final_message` out.",
             "continue_final_message",
         )
     if body.continue_final_message is False and is_continued:
         raise RequestError(
-            "`continue_final_message` is false, but an assistant message at the end is always continued; leave it "
-            "out, or end with another message.",
+            "`continue_final_message` is false, but an assistant message at the end of the chat is always continued; "
+            "add a user message at the end.",
             "continue_final_message",
         )
     if body.add_generation_prompt is False and not is_continued:
         raise RequestError(
-            "`add_generation_prompt` is false, but there is no assistant message at the end to continue; leave it out.",
+            "`add_generation_prompt` is false, but the chat doesn't end with an assistant message to continue; leave "
+            "`add_generation_prompt` out.",
             "add_generation_prompt",
         )
 
@@ -169,16 +175,16 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
     # OpenAI's clients send null and empty fields back with the assistant's answers.
     fields = {field: value for field, value in message.items() if value not in (None, [])}
     if "function_call" in fields:
-        raise make_message_error("function_call is not supported; send the call in tool_calls.")
+        raise make_message_error("function_call is not supported; send the call in the field tool_calls.")
     if "reasoning" in fields:  # vLLM's name
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     if not any_field:
         refuse_unknown_fields(fields, MESSAGE_FIELDS, "messages: {name} is not a field of a message", "messages")
     for field in ("name", "tool_call_id", "reasoning_content", "thinking"):
         if not isinstance(fields.get(field, ""), str):
-            raise make_message_error(f"{field} must be a string.")
+            raise make_message_error(f"the field {field} of a message must be a string.")
     if not isinstance(role := fields.get("role"), str):
-        raise make_message_error("each message needs a role, such as user.")
+        raise make_message_error('each message needs a role, as in {"role": "user", "content": …}.')
     if role not in CHAT_ROLES:
         raise make_message_error(
             f"the role of a message is {role!r:.40}; it must be {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}."
@@ -194,7 +200,7 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
 def to_template_calls(calls: JsonValue) -> list[JsonObject]:
     """Return a message's tool calls in the form for chat templates; raises RequestError."""
     if not isinstance(calls, list):
-        raise make_message_error("tool_calls must be a list.")
+        raise make_message_error("the field tool_calls of a message must be a list.")
     if len(calls) > MAX_TOOL_CALLS:
         raise make_message_error(f"a message has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
     return [to_template_call(call) for call in calls]
@@ -204,9 +210,11 @@ def to_template_call(call: JsonValue) -> JsonObject:
     is_function = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_function else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise make_message_error("each tool call must have the type function and a function with a name.")
+        raise make_message_error(
+            'each tool call must be {"type": "function", "function": {"name": …, "arguments": …}}.'
+        )
     if not isinstance(call_id := call.get("id") or "", str):
-        raise make_message_error(f"the id of a call to {function['name']:.80} must be a string.")
+        raise make_message_error(f"the id of a tool call to {function['name']:.80} must be a string.")
     name_and_arguments = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
     template_call: JsonObject = {"type": "function", "function": name_and_arguments}
     return {"id": call_id, **template_call} if call_id else template_call
@@ -219,7 +227,7 @@ def flatten_content(content: JsonValue, ignored: IgnoredNames, text_only: bool) 
     if content is None and not text_only:
         return ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise make_message_error("each message needs content: a string, or a list of text parts.")
+        raise make_message_error('each message needs content: a string, or a list of {"type": "text", "text": …}.')
     return "\n".join(read_text_part(part, ignored, text_only) for part in content)
 
 
@@ -234,7 +242,7 @@ def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_message_error(f"a content part of the type {part_type} must have a string as its {part_type}.")
+        raise make_message_error(f"a content part of the type {part_type} must have the field {part_type}, a string.")
     fields = [field for field in part if part[field] is not None]
     message = f"messages: {{name}} is not a field of a content part of the type {part_type}"
     refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, part_type}, message, "messages")

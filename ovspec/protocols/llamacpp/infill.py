@@ -30,7 +30,7 @@ def read_input_extra(input_extra: JsonValue) -> tuple[FileChunk, ...]:
         chunks = [FileChunk(chunk.get("text"), chunk.get("filename", DEFAULT_CHUNK_FILE)) for chunk in input_extra]
         if all(isinstance(chunk_part, str) for chunk in chunks for chunk_part in chunk):
             return tuple(chunks)
-    raise PydanticCustomError("problem", "must be a list of objects with the strings text and filename")
+    raise PydanticCustomError("problem", 'must be a list of {"filename": …, "text": …}, with strings as values')
 
 
 class InfillRequest(OpenAIBody, OtherServersFields):

@@ -13,11 +13,12 @@ from ovspec.text.chat_template import Message
 
 MESSAGES_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# The allowed blocks of each role.
-BLOCKS_OF_ROLE = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
+# The types of blocks allowed in each kind of message, and in a tool result.
+BLOCKS_OF_PLACE = {
+    "user message": ("text", "tool_result"),
+    "assistant message": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system message": ("text",),
+    "tool result": ("text",),
 }
 COMMON_BLOCK_FIELDS = ("type", "cache_control")
 # The fields of each block, including fields without effect.
@@ -83,7 +84,9 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
         allowed_choices = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
         raise RequestError(f"`tool_choice` must be {allowed_choices}.", "tool_choice")
     if choice_type == "any" and not overrides.values.get("tools"):
-        raise RequestError("`tool_choice` is any, but `tools` has no custom tool; add a tool.", "tool_choice")
+        raise RequestError(
+            "`tool_choice` is any, but `tools` has no custom tool; add a custom tool to `tools`.", "tool_choice"
+        )
     if not isinstance(only_one_call, (bool, type(None))):
         raise RequestError("`tool_choice`: disable_parallel_tool_use must be true or false.", "tool_choice")
     if only_one_call:
@@ -98,11 +101,11 @@ def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None
         return None
     if tool_type != "custom":
         raise RequestError(
-            f"`tools` has a tool of the type {tool_type!s:.40}; only custom tools are supported.", "tools"
+            f"`tools` has a tool of the type {tool_type!s:.40}; only the type custom is supported.", "tools"
         )
     tool = keep_known_fields(tool, TOOL_FIELDS, "tools", ignored)
     if not isinstance(schema := tool.get("input_schema"), dict):
-        message = f"`tools`: {tool.get('name')!s:.80} needs an input_schema: a JSON schema of an object."
+        message = f"`tools`: the tool {tool.get('name')!s:.80} needs an input_schema, a JSON schema."
         raise RequestError(message, "tools")
     function_fields = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
     return {
@@ -185,16 +188,16 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool 
     content = message.get("content")
     if role == "developer":
         role = "system"
-    if not isinstance(role, str) or role not in BLOCKS_OF_ROLE:
+    if not isinstance(role, str) or f"{role} message" not in BLOCKS_OF_PLACE:
         raise make_message_error(f"the role of a message is {role!r:.40}; it must be user, assistant or system.")
-    blocks = read_blocks(content, BLOCKS_OF_ROLE[role], ignored, text_only or role == "system")
+    blocks = read_blocks(content, f"{role} message", ignored, text_only or role == "system")
     if role == "system" and isinstance(content, list):
         blocks = drop_billing_header(blocks, ignored)
     tool_results = [block for block in blocks if block["type"] == "tool_result"]
     for block in tool_results:
         if block.get("is_error"):  # chat templates have no place for it
             add_ignored("tool_result.is_error", ignored)
-        text = join_block_texts(read_blocks(block.get("content"), ("text",), ignored), "text")
+        text = join_block_texts(read_blocks(block.get("content"), "tool result", ignored), "text")
         yield {"role": "tool", "tool_call_id": read_block_string(block, "tool_use_id"), "content": text}
     if len(tool_results) == len(blocks) and (tool_results or role == "system"):
         return
@@ -214,32 +217,31 @@ def drop_billing_header(blocks: list[JsonObject], ignored: IgnoredNames) -> list
     return kept_blocks
 
 
-def read_blocks(
-    content: JsonValue, allowed_types: tuple[str, ...], ignored: IgnoredNames, text_only: bool = False
-) -> list[JsonObject]:
+def read_blocks(content: JsonValue, place: str, ignored: IgnoredNames, text_only: bool = False) -> list[JsonObject]:
     """Return the blocks of a content, a string or blocks, without unknown fields.
 
     Raises:
-        RequestError: the content is neither, or a block outside of ``allowed_types`` belongs to another role, or can't
-            be left out because of ``text_only``.
+        RequestError: the content is neither, or a block belongs to another of ``BLOCKS_OF_PLACE`` than ``place``, or
+            can't be left out because of ``text_only``.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not content and not text_only and (content is None or isinstance(content, list)):
         return []
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
-        raise make_message_error("each message needs content: a string, or a list of blocks.")
-    return [read_block(block, allowed_types, ignored, text_only) for block in content]
+        raise make_message_error("each message needs content: a string, or a list of content blocks.")
+    return [read_block(block, place, ignored, text_only) for block in content]
 
 
-def read_block(block: JsonObject, allowed_types: tuple[str, ...], ignored: IgnoredNames, text_only: bool) -> JsonObject:
+def read_block(block: JsonObject, place: str, ignored: IgnoredNames, text_only: bool) -> JsonObject:
     """Return a block without unknown fields, or a text as its placeholder; see ``read_blocks``."""
     block_type = str(block.get("type"))
+    allowed_types = BLOCKS_OF_PLACE[place]
     if block_type in allowed_types:
         return keep_known_fields(block, FIELDS_OF_BLOCK[block_type], block_type, ignored)
     if block_type in FIELDS_OF_BLOCK:
         raise make_message_error(
-            f"content of the type {block_type:.40} is not supported here; send {', '.join(allowed_types)}."
+            f"content of the type {block_type} is not supported in {place}s, only {' or '.join(allowed_types)}."
         )
     if text_only:
         raise make_message_error(f"content of the type {block_type:.40} is not supported; send text.")
@@ -253,7 +255,7 @@ def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
 
 def read_block_string(block: JsonObject, field: str) -> str:
     if not isinstance(text := block.get(field), str):
-        raise make_message_error(f"a content block of the type {block['type']} must have a string as its {field}.")
+        raise make_message_error(f"a content block of the type {block['type']} must have the field {field}, a string.")
     return text
 
 

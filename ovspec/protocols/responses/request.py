@@ -38,7 +38,7 @@ def read_responses_request(body: Any) -> TextRequest:
     if body.max_output_tokens is not None:
         overrides.set_option("max_tokens", body.max_output_tokens, "max_output_tokens")
     if body.max_output_tokens == 0:
-        raise make_field_error("max_output_tokens", "0 is too small; it must be at least 1, or -1 for no limit.")
+        raise make_field_error("max_output_tokens", "the value is 0; it must be at least 1, or -1 for no limit.")
     read_reasoning_options(body.reasoning or {}, overrides, ignored)
     read_text_format(body.text or {}, overrides, ignored)
     included_names = body.include or []
@@ -189,12 +189,14 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
             output = flatten_item_content(item.get("output"), item_type, ignored)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif item_type == "item_reference":
-            message = "item_reference is not supported, because nothing is stored; send the item itself."
+            message = "item_reference is not supported, because this server stores no items; send the item itself."
             raise make_field_error("input", message)
         elif item_type in MENTIONED_ITEM_TYPES:
             add_message({"role": "assistant", "content": [{"type": item_type}]}, messages, ignored)
         elif not isinstance(item_type, str):
-            message = f"an item of the type {item_type!s:.40} is not supported; send text or tool calls."
+            message = (
+                f'the type of an item is {item_type!s:.40}; it must be a string, such as "message" or "function_call".'
+            )
             raise make_field_error("input", message)
         else:
             ignored[f"input.{item_type}"] = None
@@ -210,7 +212,9 @@ def add_message(item: JsonObject, messages: list[Message], ignored: IgnoredNames
     """
     role = item.get("role")
     if not isinstance(role, str) or role not in ITEM_ROLES:
-        raise make_field_error("input", f"the role of a message is {role!r:.40}; it must be {', '.join(ITEM_ROLES)}.")
+        raise make_field_error(
+            "input", f"the role of a message is {role!r:.40}; it must be one of {', '.join(ITEM_ROLES)}."
+        )
     text_only = text_only or ITEM_ROLES[role] == "system"
     content = flatten_item_content(item.get("content"), "message", ignored, text_only)
     previous = messages[-1] if messages else {}
@@ -239,7 +243,7 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     function_name = read_item_string(item, "name")
     namespace = item.get("namespace")
     if not isinstance(namespace, (str, type(None))):
-        raise make_field_error("input", f"the namespace of a call to {function_name:.80} must be a string.")
+        raise make_field_error("input", f"the namespace of a tool call to {function_name:.80} must be a string.")
     if item["type"] == "function_call":
         arguments: JsonValue = item.get("arguments") or "{}"
     else:
@@ -256,7 +260,7 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
 def read_item_string(item: JsonObject, field: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
     if not isinstance(field_value := item.get(field), str):
-        raise make_field_error("input", f"an item of the type {item['type']} must have a string as its {field}.")
+        raise make_field_error("input", f"an item of the type {item['type']} must have the field {field}, a string.")
     return field_value
 
 
@@ -268,7 +272,7 @@ def flatten_item_content(content: JsonValue, item_type: str, ignored: IgnoredNam
         return ""
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
         raise make_field_error(
-            "input", f"the content of an item of the type {item_type} must be a string or a list of parts."
+            "input", f"the content of an item of the type {item_type} must be a string or a list of content parts."
         )
     return "\n".join(read_item_part(part, ignored, text_only) for part in content)
 
@@ -278,12 +282,16 @@ def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     part_type = part.get("type")
     if part_type not in TEXT_PART_TYPES:
         if text_only:
-            raise make_field_error("input", f"a part of the type {part_type!s:.40} is not supported; send text.")
+            raise make_field_error(
+                "input", f"a content part of the type {part_type!s:.40} is not supported; send text."
+            )
         return describe_omitted_part(part_type, ignored)
     field = "refusal" if part_type == "refusal" else "text"
     text = part.get(field)
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise make_field_error("input", f"a content part of the type {part_type} must have a string as its {field}.")
+        raise make_field_error(
+            "input", f"a content part of the type {part_type} must have the field {field}, a string."
+        )
     return text
