@@ -107,7 +107,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
         export_pair(DRAFT, None, tmp_path / "thesis.txt")
     (tmp_path / ".out.old").mkdir()
     (tmp_path / ".out.old" / "mine").write_text("mine", encoding="utf-8")
-    with pytest.raises(ovspec.OvspecError, match="in the way"):
+    with pytest.raises(ovspec.OvspecError, match="needs this name for a backup"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert contents(tmp_path) == {"thesis.txt": b"precious", ".out.old/mine": b"mine"}
     # Files that somebody has put into an export are left alone, too.
@@ -353,7 +353,8 @@ def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
     backup = marked(tmp_path / ".out.old", "old")
     (backup / "mine").write_text("mine", encoding="utf-8")
     with pytest.raises(
-        ovspec.OvspecError, match=r"\.out\.old: is in the way and contains files not exported by ovspec"
+        ovspec.OvspecError,
+        match=r"\.out\.old: the export needs this name for a backup, but this folder contains files not exported by ",
     ):
         check_output_folder(output, overwrite=True)
     assert (backup / "mine").read_text(encoding="utf-8") == "mine"
