@@ -609,7 +609,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("twice", {}, {"d2t": -torch.arange(256), "t2d": None}, "its tensor d2t has a duplicate token"),
     ("other t2d", {}, {"d2t": OFFSETS}, "its tensors t2d and d2t contain different tokens"),
     ("no d2t", {}, {"d2t": None}, "the head proposes 256 of 4096 tokens, but has no tensor d2t"),
-    ("short d2t", {}, {"d2t": OFFSETS[:-1].clone()}, "its tensor d2t has 255 entries for 256 tokens"),
+    ("short d2t", {}, {"d2t": OFFSETS[:-1].clone()}, "proposes 256 tokens, but the tensor d2t has 255 entries"),
     ("deep", {}, {"config": {"num_hidden_layers": 2}}, "the head has several layers; only a single layer is supported"),
     ("deeper", {}, {"layers__1__mlp__up_proj__weight": IDS}, "the head has several layers"),
     ("window", {}, {"config": {"use_sliding_window": True}}, "attention has a sliding window"),

@@ -50,7 +50,7 @@ def test_files_and_folders(distil: Distilling) -> None:
     refused(distil, "chats.jsonl, line 1: not a chat", text=(chats,))
     refused(distil, "nowhere: no such file", topics=Path("nowhere"))
     refused(distil, "nowhere: no such file or folder, and not a hub id", model="./nowhere")
-    refused(distil, "checkpoint: an EAGLE-3 head, not a model; give the head's target", model=head)
+    refused(distil, "checkpoint: an EAGLE-3 head, not a model; give the target model of this head", model=head)
     refused(
         distil,
         "contains the model model, or lies in the model's folder; choose another `output`",
