@@ -323,6 +323,6 @@ class CheckpointWeights:
         zero_biases = {name for name, bias in self._load_tensors(bias_names) if not bias.any()}
         if unknown_name := next((name for name in names_without_place if name not in zero_biases), None):
             raise OvspecError(
-                f"{self._folder}: the tensor {unknown_name} doesn't belong to a model of the family in config.json; "
+                f"{self._folder}: the tensor {unknown_name} is unexpected in a model of the family in config.json; "
                 "download the model again."
             )

@@ -196,7 +196,10 @@ def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path, ca
 def test_one_export_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with open_partial_folder(out, overwrite=True) as work:
-        with pytest.raises(ovspec.OvspecError, match="another export is writing to it"), open_partial_folder(out, True):
+        with (
+            pytest.raises(ovspec.OvspecError, match="another export is writing to this folder"),
+            open_partial_folder(out, True),
+        ):
             pass
         with open_partial_folder(tmp_path / "other", overwrite=False):
             pass
@@ -344,7 +347,7 @@ def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     }  # fmt: skip
     kept = backup_path(output)
     assert contents(kept)["more"] == b"mine", "it stays where it doesn't get in the way"
-    with pytest.raises(ovspec.OvspecError, match="rename it"):
+    with pytest.raises(ovspec.OvspecError, match="rename the folder"):
         check_output_folder(tmp_path / "out2" / ".." / "out", overwrite=True)
 
 
