@@ -371,7 +371,7 @@ def test_a_missing_tensor_is_named(tensor: str, tmp_path: Path) -> None:
 
 def test_quantised_weights_are_not_taken_for_others(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
     folder = changed(gemma[0], tmp_path / "fp8", lambda config, _: config.update(quantization_config={}))
-    with pytest.raises(OvspecError, match="fp8: quantised weights"):
+    with pytest.raises(OvspecError, match="fp8: its weights are quantised"):
         export_pair(str(folder), None, tmp_path / "pair")
 
 
