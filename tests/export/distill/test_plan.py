@@ -63,7 +63,7 @@ def test_files_and_folders(distil: Distilling) -> None:
     )
     refused(distil, "contains `output`, or lies in `output`; choose another `work`", work=distil.output / "work")
     refused(distil, "thesis: is a file; choose another `output`", output=touched(distil.folder / "thesis"))
-    refused(distil, "thesis: is a file; choose another `work`", work=distil.folder / "thesis")
+    refused(distil, "thesis: is a file, not a folder; choose another `work`", work=distil.folder / "thesis")
     shutil.copytree(distil.model, distil.folder / "exported")
     for overwrite in (False, True):
         told = "exported: contains an exported model, not the result of distilling; choose another `output`"
