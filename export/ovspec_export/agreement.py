@@ -49,8 +49,8 @@ def check_ir_agrees_with_model(model: PreTrainedModel, folder: Path, tolerance: 
         difference = measure_difference(compute_ir_logits(ir, texts), checkpoint_logits[: len(texts)])
         if difference > tolerance:
             raise OvspecError(
-                f"the IR's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard deviations, "
-                "so the IR was deleted"
+                f"the exported model's logits {circumstance} differ from the checkpoint's by {difference:.2g} standard "
+                f"deviations, more than {tolerance:.2g}, so the export was deleted; report this bug to ovspec"
             )
 
 

@@ -102,14 +102,14 @@ def read_quantisation(config: JsonObject) -> Quantisation:
         if (kind := config.get("bnb_4bit_quant_type", "fp4")) != "nf4":
             raise ValueError(f"in {kind}")
         return Quantisation("bitsandbytes, nf4")
-    raise ValueError("in an unknown way")
+    raise ValueError("in an unsupported way")
 
 
 def read_compressed_quantisation(config: JsonObject) -> Quantisation:
     """Return the quantisation by compressed-tensors; raises ValueError like ``read_quantisation``."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise ValueError("without groups")
+        raise ValueError("without config_groups in config.json")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("with sparsity")
     for group in groups.values():
@@ -198,7 +198,7 @@ class CheckpointWeights:
         values = self._read_tensor(name)
         if not np.isfinite(values).all():
             raise OvspecError(
-                f"{self._folder}: its tensor {name} has NaN or infinite values; download the model again."
+                f"{self._folder}: the tensor {name} has NaN or infinite values; download the model again."
             )
         return np.array(values, np.float32).reshape(self._shapes[name])
 
@@ -212,7 +212,8 @@ class CheckpointWeights:
         dtypes = {self._stored_dtypes.get(layer) for layer in names}
         if packed_count or len(dtypes) > 1:
             raise OvspecError(
-                f"{self._folder}: only some of its experts {name} are quantised; export the unquantised checkpoint."
+                f"{self._folder}: only some of the experts {name} are quantised, but ovspec needs all or none; export "
+                "the unquantised checkpoint."
             )
         tensors = self._read_bf16_bits(names) if dtypes == {"BF16"} else self._read_tensors(names)
         return tensors[name] if names == [name] else np.concatenate([tensors[layer] for layer in names])
@@ -224,12 +225,12 @@ class CheckpointWeights:
     def _join_experts(self, name: str, experts: list[PackedWeights]) -> PackedWeights:
         try:
             if experts[0].element_type == "nf4":
-                raise ValueError("integers in NF4, which OpenVINO would convert to floats")
+                raise ValueError("OpenVINO would convert NF4 values of experts to floats")
             return join_experts(experts)
         except ValueError as error:
             raise OvspecError(
-                f"{self._folder}: the quantised weights of its experts {name} can't be kept: they have {error}; "
-                "export the unquantised checkpoint, and compress it with `weight_format`."
+                f"{self._folder}: the quantised weights of the experts {name} can't be exported unchanged: {error}; "
+                "export the unquantised checkpoint with `weight_format` instead."
             ) from None
 
     def _list_parts(self, name: str) -> list[str]:
@@ -264,11 +265,12 @@ class CheckpointWeights:
             packed = readers[self._quantisation.layout]()
             if packed.shape != self._shapes[name]:
                 rows, columns = packed.shape
-                raise ValueError(f"{rows} x {columns} weights instead of {self._shapes[name]}")
+                needed_shape = " x ".join(map(str, self._shapes[name]))
+                raise ValueError(f"the layer has {rows} x {columns} weights, but the model needs {needed_shape}")
         except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise OvspecError(
-                f"{self._folder}: its layer {prefix[:-1]} doesn't match its config.json ({error}); download the "
-                "model again."
+                f"{self._folder}: the quantised layer {prefix[:-1]} is damaged or doesn't match config.json ({error}); "
+                "download the model again."
             ) from None
         check_numbers(packed, prefix[:-1], str(self._folder))
         return packed
@@ -321,5 +323,6 @@ class CheckpointWeights:
         zero_biases = {name for name, bias in self._load_tensors(bias_names) if not bias.any()}
         if unknown_name := next((name for name in names_without_place if name not in zero_biases), None):
             raise OvspecError(
-                f"{self._folder}: its tensor {unknown_name} is unknown in its model family; download the model again."
+                f"{self._folder}: the tensor {unknown_name} is unexpected in a model of the family in config.json; "
+                "download the model again."
             )

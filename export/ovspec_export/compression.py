@@ -51,16 +51,20 @@ class Compression:
         if self.weight_format not in ("int4", "int8") and self.sym:
             raise OvspecError("`sym` works only with `weight_format='int8'` or `weight_format='int4'`.")
         if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise OvspecError(f"`ratio` is {self.ratio}; it must be above 0 (0 would be int8) and at most 1.")
+            raise OvspecError(
+                f"`ratio` is {self.ratio}; it must be above 0 (with 0, all weights would be int8) and at most 1."
+            )
         if self.group_size is not None and self.group_size != -1 and self.group_size < 1:
             raise OvspecError(f"`group_size` is {self.group_size}; it must be positive, or -1 for a scale per channel.")
         if self.backup_precision not in (None, *BACKUP_PRECISIONS):
-            raise OvspecError(f"`backup_precision` must be one of {', '.join(BACKUP_PRECISIONS)}.")
+            raise OvspecError(
+                f"`backup_precision` is {self.backup_precision!r}; it must be one of {', '.join(BACKUP_PRECISIONS)}."
+            )
         if self.gptq and self.lora_correction:
             raise OvspecError("`gptq` and `lora_correction` can't be combined; leave one out.")
         data_aware = [n for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
         if data_aware and not self.calibration:
-            raise OvspecError(f"`{data_aware[0]}` needs a text for calibration; set `calibration`.")
+            raise OvspecError(f"`{data_aware[0]}` needs a text for calibration; set `calibration` to a text file.")
         if self.samples is not None and self.samples < 1:
             raise OvspecError(f"`samples` is {self.samples}; it must be at least 1.")
         if self.calibration:

@@ -59,14 +59,15 @@ JOB_FAILURES = {
     "measure_gain": "the draft's gain could not be measured",
 }
 JOBS_WITHOUT_OVERLAY = ("unpack_gguf_weights", "convert_tokenizer", "round_to_bf16")  # they don't load the model
+BUG_ADVICE = "; remove the cause and try again, or report this bug to ovspec"
 # Text in the standard error of a failed step -> the reason to report instead.
 KNOWN_FAILURE_REASONS = {
-    "No space left on device": "the disk of {folder} is full",
-    "iostream error": "a file could not be written in {folder}; is the disk full?",
-    "requested and": "a file could not be written in {folder}; is the disk full?",  # numpy's
-    "PytorchStreamWriter failed": "a file could not be written in {folder}; is the disk full?",
-    "MemoryError": "not enough memory",
-    "bad_alloc": "not enough memory",
+    "No space left on device": "the disk of {folder} is full; free some space",
+    "iostream error": "a file could not be written in {folder}; check the free space of the disk",
+    "requested and": "a file could not be written in {folder}; check the free space of the disk",  # numpy's
+    "PytorchStreamWriter failed": "a file could not be written in {folder}; check the free space of the disk",
+    "MemoryError": "there is not enough free memory; close other programs, or use a machine with more memory",
+    "bad_alloc": "there is not enough free memory; close other programs, or use a machine with more memory",
 }
 
 
@@ -237,7 +238,8 @@ def compute_layer_share(source: Source, layer_count: int) -> float:
     """Return ``layer_count`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(
-            f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR; give the checkpoint."
+            f"{source.name}: `draft_layers` needs a checkpoint, but this model is already an OpenVINO IR; give the "
+            "original checkpoint."
         )
     total_layers = source.get_config_number("layers")
     if total_layers is None:
@@ -322,10 +324,8 @@ def run_worker_job(
             message_reader.join()
         error_text = error_file.read_text(encoding="utf-8", errors="replace")
     if process.returncode:
-        reason = describe_failure(error_text, process.returncode, scratch_folder.absolute().parent)
-        raise OvspecError(
-            f"{model.name}: {JOB_FAILURES[job]} ({reason}); correct this and try again, or report it to ovspec."
-        )
+        reason = describe_failure(error_text, process.returncode, scratch_folder.absolute().parent, BUG_ADVICE)
+        raise OvspecError(f"{model.name}: {JOB_FAILURES[job]} ({reason}).")
     return not stop_requested
 
 
@@ -344,23 +344,27 @@ def forward_messages(process: subprocess.Popen[bytes], on_message: MessageHandle
             on_message(json.loads(line))
 
 
-def describe_failure(error_text: str, returncode: int, folder: Path = Path()) -> str:
-    """Return the reason for a failure, from the standard error of a process with output in ``folder``."""
+def describe_failure(error_text: str, returncode: int, folder: Path = Path(), advice: str = "") -> str:
+    """Return the reason for a failure, from the standard error of a process with output in ``folder``.
+
+    advice: added to an unknown reason; errors of ours have their own advice.
+    """
     for pattern, reason in KNOWN_FAILURE_REASONS.items():
         if pattern in error_text:
             return reason.format(folder=folder)
     if returncode < 0:
-        return f"ended by signal {-returncode}"
+        return f"its process was ended by signal {-returncode}{advice}"
     lines = [line.rstrip() for line in error_text.splitlines() if line.strip()]
     if not lines:
-        return f"exit code {returncode}"
+        return f"its process ended with exit code {returncode}{advice}"
     # A traceback ends with the exception; its message may have several lines.
     exception_line_numbers = [
         i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)
     ]
     message = " ".join(line.strip() for line in lines[exception_line_numbers[-1] if exception_line_numbers else -1 :])
     sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", message))
-    return " ".join(sentences[:2])[:300].rstrip(". ")
+    exception_text = " ".join(sentences[:2])[:300].rstrip(". ")
+    return exception_text if message.startswith(OvspecError.__module__) else f"{exception_text}{advice}"
 
 
 def describe_folder_size(folder: Path) -> str:
@@ -399,15 +403,16 @@ def choose_group_size(source: Source, compression: Compression) -> Compression:
     if not misfit_layer:
         return compression
     fitting_size = math.gcd(*row_widths.values(), DEFAULT_GROUP_SIZE)
-    advice = f"{fitting_size}, or -1"
+    advice = f"{fitting_size}, or to -1"
     if fitting_size < SMALLEST_GROUP_SIZE:
         fitting_size = -1
         advice = "-1"
     if not compression.requested_options():  # optimum's own choice for an unknown model has groups of 128
         return dataclasses.replace(compression, group_size=fitting_size)
     raise OvspecError(
-        f"{source.name}: `group_size` is {group_size}, but {misfit_layer} has rows of {row_widths[misfit_layer]} "
-        f"weights; use {advice} for a scale per channel."
+        f"{source.name}: `group_size` is {group_size}, but the rows of {misfit_layer} have "
+        f"{row_widths[misfit_layer]} weights, not a multiple of {group_size}; set `group_size` to {advice} for a "
+        "scale per channel."
     )
 
 
@@ -415,4 +420,6 @@ def check_converted_files(source: Source, folder: Path) -> None:
     """Raise OvspecError if a step reported success but produced no model."""
     for file in (folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin")):
         if not file.is_file() or not file.stat().st_size:
-            raise OvspecError(f"{source.name}: the conversion wrote no {file.name}; is the disk full?")
+            raise OvspecError(
+                f"{source.name}: the conversion wrote no {file.name}; free some disk space, and export again."
+            )

@@ -29,6 +29,7 @@ from ovspec_export.sources import HeadSource, MtpSource, Source
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.json"
 MIN_IDS = 64  # ids; with fewer, a draft is nearly useless
+TRIM_ADVICE = "make the draft again with 'ovspec distill'"
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,15 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
     else:
         ids = read_draft_vocabulary(draft.path)
     if ids is None or not len(ids):
-        raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
+        raise OvspecError(f"{draft.name}: the draft's trimmed vocabulary is empty; {TRIM_ADVICE}.")
     vocab_size = min(source.get_config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
     if len(wrong_ids := ids[(ids < 0) | (ids >= vocab_size)]):
         raise OvspecError(
-            f"{draft.name}: its draft vocabulary has token id {wrong_ids[0]}, but there are {vocab_size} tokens; "
-            "trim the draft again."
+            f"{draft.name}: the draft's trimmed vocabulary has the token id {wrong_ids[0]}, but the target has "
+            f"{vocab_size} tokens; {TRIM_ADVICE}."
         )
     if len(np.unique(ids)) < len(ids):
-        raise OvspecError(f"{draft.name}: its draft vocabulary has a duplicate token; trim the draft again.")
+        raise OvspecError(f"{draft.name}: the draft's trimmed vocabulary has a duplicate token; {TRIM_ADVICE}.")
     return ids
 
 
@@ -121,7 +122,9 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
     try:
         model = read_and_trim_model(folder, ids)
     except ValueError as error:
-        raise OvspecError(f"{name}: its vocabulary can't be trimmed: {error}; choose another draft.") from None
+        raise OvspecError(
+            f"{name}: this draft's vocabulary can't be trimmed ({error}); choose another draft."
+        ) from None
     write_target_ids(model, ids)
     ov.save_model(model, folder / "trimmed.xml", compress_to_fp16=False)
     del model  # it maps the file to be replaced next
@@ -144,5 +147,5 @@ def read_and_trim_model(folder: Path, ids: np.ndarray) -> ov.Model:
     keep_logits(logits_operations, ids)
     model.validate_nodes_and_infer_types()
     if model.output("logits").get_partial_shape()[-1] != len(ids):
-        raise ValueError("its logits and the rows of its lm_head differ in number")
+        raise ValueError("the logits and the rows of the lm_head differ in number")
     return model

@@ -29,15 +29,18 @@ from ovspec_export.folders import check_disk_space
 NEEDED_BYTES = 130_000_000  # of disk for making an overlay, wheels included
 # Scripts are unused. Wheels may overwrite each other's, and pip lists them outside the folder.
 SCRIPT_PREFIXES = ("../", "/", "bin/", "Scripts/")
+WRONG_CHECKSUM = "a downloaded package has the wrong checksum; try again, or set another package index for pip"
 # Text in pip's or uv's output -> why the packages are unavailable.
 INSTALL_FAILURES = {
-    "No space left on device": "the disk is full",
+    "No space left on device": "the disk is full; free some space",
+    "DO NOT MATCH THE HASHES": WRONG_CHECKSUM,
+    "Long Path support": "a path is too long for Windows; see https://pip.pypa.io/warnings/enable-long-paths",
+    "Hash mismatch": WRONG_CHECKSUM,
+}
+NETWORK_FAILURES = {
     "No matching distribution": "the package index cannot be reached, or doesn't have these packages",
     "NewConnectionError": "the package index cannot be reached",
     "Failed to fetch": "the package index cannot be reached",
-    "DO NOT MATCH THE HASHES": "a downloaded package has the wrong checksum",
-    "Long Path support": "a path there is too long for Windows; see https://pip.pypa.io/warnings/enable-long-paths",
-    "Hash mismatch": "a downloaded package has the wrong checksum",
 }
 
 
@@ -139,8 +142,8 @@ def prepare_environment(environment: Environment, families: str) -> Path:
             lock.release()
     except OSError as error:
         raise OvspecError(
-            f"{folder}: the packages for exporting {families} cannot be written "
-            f"({error.strerror or error}); correct this and try again."
+            f"{folder}: the packages for exporting {families} cannot be written ({error.strerror or error}); free some "
+            f"space, or make {folder.parent} writable."
         ) from None
     return folder
 
@@ -179,18 +182,18 @@ def install_wheels(environment: Environment, families: str) -> int:
             errors="replace",
         )
         if process.returncode:
-            reason = describe_install_failure(process)
+            offline_advice = (
+                f"check the network and try again, or run 'ovspec export --prepare {families}' on a machine with "
+                f"network, and copy the folder printed there to {folder.parent} on this machine"
+            )
+            reason = describe_install_failure(process, offline_advice)
             wheel_names = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
             place = (
-                f"{folder} is incomplete, and installing them again"
+                f"{folder} is incomplete, and installing the packages again"
                 if folder.exists()
-                else f"installing them into {folder}"
+                else f"installing the packages into {folder}"
             )
-            raise OvspecError(
-                f"Exporting {families} needs {wheel_names}, but {place} failed ({reason}); "
-                "correct this and try again. If this machine has no network, run 'ovspec export --prepare "
-                f"{families}' on another machine, and copy the folder {folder.name} from its cache to {folder.parent}."
-            )
+            raise OvspecError(f"Exporting {families} needs {wheel_names}, but {place} failed ({reason}).")
         size = sum(path.stat().st_size for path in packages_folder.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder
             rename_with_retries(folder, Path(temporary_folder) / "incomplete")
@@ -198,14 +201,17 @@ def install_wheels(environment: Environment, families: str) -> int:
     return size
 
 
-def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
-    """Return why the packages are unavailable, from the output of pip or uv."""
+def describe_install_failure(process: subprocess.CompletedProcess[str], offline_advice: str) -> str:
+    """Return why the packages are unavailable, from the output of pip or uv, and an advice."""
     output = process.stdout + process.stderr
     for pattern, reason in INSTALL_FAILURES.items():
         if pattern in output:
             return reason
-    lines = output.strip().splitlines() or [f"exit code {process.returncode}"]
-    return lines[-1].removeprefix("ERROR: ")
+    for pattern, network_reason in NETWORK_FAILURES.items():
+        if pattern in output:
+            return f"{network_reason}; {offline_advice}"
+    lines = output.strip().splitlines() or [f"the installer ended with exit code {process.returncode}"]
+    return f"{lines[-1].removeprefix('ERROR: ')}; {offline_advice}"
 
 
 def find_installer_command() -> list[str]:
@@ -215,7 +221,9 @@ def find_installer_command() -> list[str]:
         return [*pip_command, "--only-binary", ":all:"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
-    raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install pip.")
+    raise OvspecError(
+        "Preparing an environment needs pip or uv, but neither is installed; install pip with 'python -m ensurepip'."
+    )
 
 
 def prepare_environments(families_by_environment: dict[Environment, str]) -> None:

@@ -88,9 +88,9 @@ def join_experts(experts: list[PackedWeights]) -> PackedWeights:
         ValueError: they differ in their groups, or an expert has reordered columns.
     """
     if any(weights.column_order is not None for weights in experts):
-        raise ValueError("reordered columns")
+        raise ValueError("the columns are reordered")
     if len({(weights.shape, weights.scales.shape) for weights in experts}) > 1:
-        raise ValueError("groups of different sizes")
+        raise ValueError("the experts have groups of different sizes")
     if any(weights.zero_points is not None for weights in experts):
         experts = [add_zero_points(weights) for weights in experts]
     scales_dtype = np.result_type(*(weights.scales for weights in experts))

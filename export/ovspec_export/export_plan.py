@@ -71,15 +71,19 @@ def plan_export(
         print_note(f"{source.name}: {format_size(source.size_in_bytes)}{ir_note}, revision {source.revision[:12]}")
         folder = source.path.resolve()
         if output == folder or folder in output.parents or output in folder.parents:
-            raise OvspecError(f"{output}: overlaps with the source {source.name}; choose another `output`.")
+            raise OvspecError(
+                f"{output}: contains the model {source.name}, or lies in the model's folder; choose another `output`."
+            )
     target_source = sources[0]
     if isinstance(target_source, HeadSource):
         raise OvspecError(
-            f"{target_source.name}: an EAGLE-3 head, not a model; export its target, with the head as `draft`."
+            f"{target_source.name}: an EAGLE-3 head, not a model; export the head's target model, with the head as "
+            "`draft`."
         )
     if is_trimmed(target_source):
         raise OvspecError(
-            f"{target_source.name}: a draft with a trimmed vocabulary; export its target, with this draft as `draft`."
+            f"{target_source.name}: a draft with a trimmed vocabulary can't be a target; export the draft's target "
+            "model, with this draft as `draft`."
         )
     resolved_template = (
         None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
@@ -87,10 +91,15 @@ def plan_export(
     draft_head = draft_source if isinstance(draft_source, HeadSource) else None
     draft_ids = read_proposed_ids(draft_source, target_source) if draft_source else None
     if evaluate and any(source.is_ir for source in sources if source is not draft_head):
-        raise OvspecError("`evaluate` needs a checkpoint, but the source is already an IR; leave it out.")
+        raise OvspecError(
+            "`evaluate` compares with a checkpoint, but a given model is already an OpenVINO IR; leave `evaluate` out."
+        )
     for source, weight_options in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and weight_options not in (None, INT8, KEPT):
-            raise OvspecError(f"{source.name}: already an IR; leave out the weight options.")
+            raise OvspecError(
+                f"{source.name}: already an OpenVINO IR, so the weights can't be converted; leave `weight_format` and "
+                "the other weight options out."
+            )
     tap_layers = check_head_fits(target_source, draft_head) if draft_head else None
     for source in sources:
         if not source.is_ir:
@@ -137,7 +146,8 @@ def resolve_compression(source: Source, compression: Compression | None) -> Comp
         return KEPT
     if compression is not None:
         raise OvspecError(
-            f"{source.name}: its weights aren't quantised, so `weight_format` can't be '{KEEP}'; choose another."
+            f"{source.name}: its weights aren't quantised, so `weight_format` can't be '{KEEP}'; choose another "
+            "format, such as int8."
         )
     return INT8
 
@@ -157,6 +167,7 @@ def find_draft_source(
     mtp_layer = find_own_mtp_layer(target)
     if not mtp_layer and draft == MTP_DRAFT:
         raise OvspecError(
-            f"{target.name}: has no MTP layer, or only a quantised MTP layer; choose another `draft`, or leave it out."
+            f"{target.name}: has no MTP layer, or only a quantised MTP layer; choose another `draft`, or leave `draft` "
+            "out."
         )
     return mtp_layer

@@ -128,11 +128,11 @@ TEXT_ONLY_FAMILIES = {
     "qwen3_vl_text": TextOnlyFamily("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
 }
 # Families registered by optimum, but with a failing export.
-NEEDS_OLD_TRANSFORMERS = "optimum exports it only with transformers 4.55 and older"
+NEEDS_OLD_TRANSFORMERS = "optimum exports the family only with transformers 4.55 and older"
 UNSUPPORTED_FAMILIES = {
-    "mamba2": "unknown to optimum-intel",
-    "nemotron": "unknown to optimum-intel",
-    "zamba2": "optimum cannot save its shared tensors",
+    "mamba2": "optimum-intel doesn't support the family",
+    "nemotron": "optimum-intel doesn't support the family",
+    "zamba2": "optimum cannot save shared tensors of the family",
     **dict.fromkeys(
         ("arctic", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "minicpm", "minicpm3", "qwen"),
         NEEDS_OLD_TRANSFORMERS,
@@ -144,9 +144,10 @@ def find_family(model_type: str, name: str) -> Family:
     """Return how to export checkpoints of this ``model_type``; raises OvspecError if impossible."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    reason = UNSUPPORTED_FAMILIES.get(model_type, "unknown to ovspec and optimum-intel")
+    reason = UNSUPPORTED_FAMILIES.get(model_type, "ovspec and optimum-intel don't support the family")
     raise OvspecError(
-        f"{name}: models of the family {model_type} cannot be exported ({reason}); see 'ovspec export --list-families'."
+        f"{name}: models of the family {model_type} cannot be exported ({reason}); 'ovspec export --list-families' "
+        "lists the possible families."
     )
 
 
@@ -164,8 +165,8 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
             continue
         if name not in families and (name in known_pairs or "/" in name or "\\" in name or Path(name).is_dir()):
             raise OvspecError(
-                f"{name}: a model, but only families can be prepared; give the model_type in its config.json, or see "
-                "'ovspec export --list-families'."
+                f"{name}: a model, but 'ovspec export --prepare' needs a model family; give the model_type in the "
+                "model's config.json, or a family listed by 'ovspec export --list-families'."
             )
         model_types = TEXT_MODEL_CLASSES.get(name, (name,))
         for environment in filter(None, (find_family(model_type, name).environment for model_type in model_types)):

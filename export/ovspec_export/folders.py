@@ -43,7 +43,10 @@ def check_output_folder(output: Path, overwrite: bool) -> None:
         raise OvspecError(f"{output} already exists; choose another `output`, or add `overwrite=True`.")
     backup = backup_path(output)
     if backup.exists() and (not has_manifest(backup) or find_foreign_file(backup)):
-        raise OvspecError(f"{backup}: is in the way and contains files not exported by ovspec; rename it.")
+        raise OvspecError(
+            f"{backup}: the export needs this name for a backup, but this folder contains files not exported by "
+            "ovspec; rename the folder."
+        )
 
 
 def check_files_closed(output: Path) -> None:
@@ -58,7 +61,7 @@ def check_files_closed(output: Path) -> None:
 
 def open_files_error(output: Path) -> OvspecError:
     """Return the error for an export with open files."""
-    advice = "stop the program using it, such as 'ovspec serve'"
+    advice = "stop the program using these files, such as 'ovspec serve'"
     return OvspecError(f"{output}: its files are open, so the old export was kept; {advice}, and export again.")
 
 
@@ -106,7 +109,8 @@ def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
         lock.acquire(timeout=0)
     except Timeout:
         raise OvspecError(
-            f"{output}: another export is writing to it; wait for it, or choose another `output`."
+            f"{output}: another export is writing to this folder; wait until the other export ends, or choose another "
+            "`output`."
         ) from None
     except OSError as error:
         raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); choose another `output`.") from None

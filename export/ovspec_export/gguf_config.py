@@ -202,11 +202,11 @@ def build_config(headers: GgufHeaders) -> JsonObject:
         config |= architecture.derive_entries(headers, config)
         rotated_width = architecture_entries.get("rope.dimension_count")
         if architecture.rotates_whole_heads and rotated_width not in (None, head_width := compute_head_width(config)):
-            raise ValueError(f"rotary embeddings of {rotated_width} values per head, but heads of {head_width} values")
+            raise ValueError(f"RoPE rotates {rotated_width} values of each head, but heads have {head_width} values")
         config |= {"vocab_size": headers.tensors["token_embd.weight"].shape[0]}
         token_count = len(headers.metadata.get("tokenizer.ggml.tokens", []))
         if token_count > config["vocab_size"]:
-            raise ValueError(f"{token_count} tokens, but embeddings for only {config['vocab_size']}")
+            raise ValueError(f"there are {token_count} tokens, but embeddings for only {config['vocab_size']}")
         config |= {"tie_word_embeddings": "output.weight" not in headers.tensors}
         config |= read_rope_scaling(headers, config)
         role_token_ids = {
@@ -271,7 +271,7 @@ def read_rope_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
         }
         scaling |= {name: option for name, option in yarn_options.items() if option is not None}
     elif scaling_method != "linear":
-        raise ValueError(f"the unknown RoPE scaling {scaling_method!r}")
+        raise ValueError(f"the RoPE scaling {scaling_method!r} is unknown")
     if headers.architecture == "gemma3":  # in this form, layers with a window aren't scaled
         local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
@@ -298,7 +298,7 @@ def read_llama3_scaling(headers: GgufHeaders, config: JsonObject) -> JsonObject:
     wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_width, 2) / head_width)
     smoothing = np.clip((8192 / wavelengths - 1.0) / 3.0, 0, 1)
     if not np.allclose(stored_factors, 1 / ((1 - smoothing) / scaling["factor"] + smoothing), rtol=1e-3):
-        raise ValueError("rope_freqs.weight differs from Llama 3's")
+        raise ValueError("the RoPE factors in rope_freqs.weight aren't Llama 3's")
     return scaling
 
 

@@ -54,7 +54,9 @@ class TensorInfo:
 
         block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)]
         if not self.shape or self.shape[-1] % block_elements:
-            raise ValueError(f"rows of {self.shape[-1:]} values cannot be stored in blocks of {block_elements}")
+            raise ValueError(
+                f"a tensor of the shape {list(self.shape)} can't be stored in blocks of {block_elements} values"
+            )
         return *self.shape[:-1], self.shape[-1] // block_elements * block_bytes
 
     @property
@@ -125,8 +127,8 @@ def read_gguf_headers(path: Path) -> GgufHeaders:
     metadata, tensors = read_shard_header(files[0])
     if len(files) != (shard_count := metadata.get("split.count") or 1):
         raise OvspecError(
-            f"{path}: one of {shard_count} files of a model; restore their names, ending in "
-            f"-00001-of-{shard_count:05}.gguf and so on, and give one of them."
+            f"{path}: the model has {shard_count} files, but this file's name doesn't end in "
+            f"-00001-of-{shard_count:05}.gguf or the like; restore the original names of all {shard_count} files."
         )
     for file in files[1:]:
         if not file.is_file():
@@ -142,7 +144,7 @@ def read_gguf_headers(path: Path) -> GgufHeaders:
         raise OvspecError(f"{path}: contains no weights; give the file with the whole model.")
     if len(tensors) != (tensor_count := metadata.get("split.tensors.count") or len(tensors)):
         raise OvspecError(
-            f"{path}: has {len(tensors)} of {tensor_count} tensors; download all files of the model again."
+            f"{path}: has only {len(tensors)} of {tensor_count} tensors; download all files of the model again."
         )
     return GgufHeaders(path, metadata, tensors)
 
@@ -158,7 +160,7 @@ def read_shard_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
             return GgufHeaderReader(data, file).read_metadata_and_tensors()
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
         problem = " ".join(str(error).split())[:150]
-        raise OvspecError(f"{file}: damaged or truncated ({problem}); download it again.") from None
+        raise OvspecError(f"{file}: damaged or truncated ({problem}); download the file again.") from None
 
 
 class GgufHeaderReader:
@@ -173,10 +175,13 @@ class GgufHeaderReader:
     def read_metadata_and_tensors(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
         (version,) = self._read_struct("<I")
         if version not in FORMAT_VERSIONS:
-            raise ValueError(f"unknown format version {version}")
+            raise ValueError(f"the format version {version} is unknown")
         tensor_count, entry_count = self._read_struct("<QQ")
         if tensor_count > MAX_TENSORS or entry_count > MAX_ENTRIES:
-            raise ValueError(f"has {tensor_count} tensors and {entry_count} entries of metadata")
+            raise ValueError(
+                f"the header announces {tensor_count} tensors and {entry_count} metadata entries, but at most "
+                f"{MAX_TENSORS} and {MAX_ENTRIES} are allowed"
+            )
         metadata = {}
         for _ in range(entry_count):
             key = self._read_string()
@@ -184,9 +189,9 @@ class GgufHeaderReader:
         tensor_entries = [self._read_tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"general.alignment is {alignment}")
+            raise ValueError(f"general.alignment is {alignment}, not a positive integer")
         if len({name for name, *_ in tensor_entries}) < len(tensor_entries):
-            raise ValueError("a duplicate tensor")
+            raise ValueError("two tensors have the same name")
         data_start = -(-self._position // alignment) * alignment
         tensors = {
             name: TensorInfo(self._file, data_start + offset, shape, ggml_type)
@@ -195,7 +200,7 @@ class GgufHeaderReader:
         check_tensor_types(tensors)
         data_end = max((info.offset + math.prod(info.stored_byte_shape) for info in tensors.values()), default=0)
         if data_end > len(self._data):
-            raise ValueError(f"has {len(self._data)} of {data_end} bytes")
+            raise ValueError(f"the file has only {len(self._data)} of {data_end} bytes")
         return metadata, tensors
 
     def _read_struct(self, struct_format: str) -> tuple[Any, ...]:
@@ -205,9 +210,9 @@ class GgufHeaderReader:
 
     def _read_bytes(self, byte_count: int) -> bytes:
         if byte_count > len(self._data) - self._position:
-            raise ValueError(f"an entry of {byte_count} bytes exceeds the file")
+            raise ValueError(f"an entry of {byte_count} bytes is longer than the rest of the file")
         if self._position + byte_count > MAX_HEADER_BYTES:
-            raise ValueError(f"its header has more than {MAX_HEADER_BYTES} bytes")
+            raise ValueError(f"the header has more than {MAX_HEADER_BYTES} bytes")
         self._position += byte_count
         return self._data[self._position - byte_count : self._position]
 
@@ -223,17 +228,19 @@ class GgufHeaderReader:
             return self._read_array(type_number, 1)[0]
         element_type, element_count = self._read_struct("<IQ")
         if element_type == ARRAY_TYPE:
-            raise ValueError("an array of arrays")
+            raise ValueError("a metadata entry is an array of arrays")
         self._element_count += element_count
         if self._element_count > MAX_ARRAY_ELEMENTS:
-            raise ValueError(f"its metadata has {self._element_count} values")
+            raise ValueError(
+                f"the metadata has {self._element_count} values, but at most {MAX_ARRAY_ELEMENTS} are allowed"
+            )
         if element_type == STRING_TYPE:
             return [self._read_string() for _ in range(element_count)]
         return self._read_array(element_type, element_count)
 
     def _read_array(self, type_number: int, count: int) -> list[JsonValue]:
         if type_number not in SCALAR_DTYPES:
-            raise ValueError(f"an entry of the unknown type {type_number}")
+            raise ValueError(f"a metadata entry has the unknown type {type_number}")
         dtype = np.dtype(SCALAR_DTYPES[type_number])
         return np.frombuffer(self._read_bytes(count * dtype.itemsize), dtype).tolist()
 
@@ -242,10 +249,10 @@ class GgufHeaderReader:
         name = self._read_string()
         (axis_count,) = self._read_struct("<I")
         if not 0 < axis_count <= 4:
-            raise ValueError(f"the tensor {name} has {axis_count} axes")
+            raise ValueError(f"the tensor {name} has {axis_count} axes, but 1 to 4 are allowed")
         shape = self._read_struct(f"<{axis_count}Q")
         if not all(shape):
-            raise ValueError(f"the tensor {name} has an axis of 0")
+            raise ValueError(f"the tensor {name} has an axis of length 0")
         return name, tuple(reversed(shape)), *self._read_struct("<IQ")
 
 

@@ -115,7 +115,7 @@ def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabul
     if len(scores) < len(vocabulary.tokens):
         raise damaged_tokenizer_error(name, f"only {len(scores)} of {len(vocabulary.tokens)} tokens have a score")
     if not all(map(math.isfinite, scores)):
-        raise damaged_tokenizer_error(name, "a score is not a number")
+        raise damaged_tokenizer_error(name, "the score of a token is not a finite number")
     token_types = zip(scores, vocabulary.token_types, strict=False)
     separate_symbols = False
     if len({score for score, token_type in token_types if token_type == NORMAL}) > 1:
@@ -208,14 +208,16 @@ def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[t
 def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: str) -> list[tuple[str, str]]:
     """Return the file's merges in order; raise OvspecError if there are none, or a merge doesn't fit the tokens."""
     if not metadata.merges:
-        raise damaged_tokenizer_error(name, "it has no merges")
+        raise damaged_tokenizer_error(name, "the BPE merges are missing")
     merges = {}
     for merge in metadata.merges:
         space_index = merge.find(" ", 1)
         left = merge[:space_index]
         right = merge[space_index + 1 :]
         if space_index < 0 or not token_ids.keys() >= {left, right, left + right}:
-            raise damaged_tokenizer_error(name, f"the merge {quote_shortened(merge)} doesn't fit its tokens")
+            raise damaged_tokenizer_error(
+                name, f"the merge {quote_shortened(merge)} doesn't join two tokens into a token"
+            )
         merges[left, right] = None
     return list(merges)
 
@@ -250,12 +252,16 @@ def add_bos_and_eos(
     if missing_role := next(
         (role for role in template_order if role != "$A" and role not in vocabulary.role_ids), None
     ):
-        problem = f"it adds {missing_role.upper()} to every text but has no id for it"
+        key = f"tokenizer.ggml.{missing_role}_token_id"
+        problem = f"a {missing_role.upper()} token is added to every text, but {key} is missing"
         raise damaged_tokenizer_error(name, problem)
     tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in template_order if role != "$A"}
     if unusable_text := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
         # This text has a special meaning in tokenizers' templates.
-        raise damaged_tokenizer_error(name, f"{quote_shortened(unusable_text)} can't be added to every text")
+        raise damaged_tokenizer_error(
+            name,
+            f"the token {quote_shortened(unusable_text)} is added to every text, but begins with $ or contains a colon",
+        )
     if tokens:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokens.get(role, role) for role in template_order],

@@ -142,11 +142,11 @@ def read_role_id(role: str, entries: JsonObject, token_count: int, name: str) ->
         return token_id
     if type(token_id) is int and role not in ("bos", "eos"):
         return None  # such as 2**32 - 1 for padding, in real files
-    raise damaged_tokenizer_error(name, f"{key} is {str(token_id)[:50]}, but there are {token_count} tokens")
+    raise damaged_tokenizer_error(name, f"{key} is {str(token_id)[:50]}, but the vocabulary has {token_count} tokens")
 
 
 def damaged_tokenizer_error(name: str, problem: str) -> OvspecError:
-    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again, or use another.")
+    return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again, or use another file.")
 
 
 def quote_shortened(text: str) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Tensors converted to config entries.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 FLOAT_DTYPES = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32}
-KEEP_ADVICE = "set `weight_format`"
+KEEP_ADVICE = "set `weight_format` to quantise the weights anew"
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class GgufWeights:
         if not np.isfinite(values).all():
             raise OvspecError(
                 f"{self._headers.path}: its tensor {self._placements[name].file_name} has NaN or infinite weights; "
-                "download it again."
+                "download the file again."
             )
         return values
 
@@ -163,7 +163,8 @@ class GgufWeights:
             row_order = None
         elif row_order is not None and not np.array_equal(np.sort(row_order), np.arange(row_count)):
             raise OvspecError(
-                f"{self._headers.path}: the quantised rows of its tensor {name} can't be kept; {KEEP_ADVICE}."
+                f"{self._headers.path}: the quantised rows of its tensor {name} can't be exported unchanged; "
+                f"{KEEP_ADVICE}."
             )
         self._check_shape(name, info, hf_name, is_transposed)
         self._placements[hf_name] = Placement(name, row_order, is_transposed)
@@ -182,7 +183,7 @@ class GgufWeights:
     def _make_shape_error(self, name: str, model_shape: tuple[int, ...]) -> OvspecError:
         return OvspecError(
             f"{self._headers.path}: its tensor {name} has the shape {list(self._headers.tensors[name].shape)}, but "
-            f"the model needs {list(model_shape)}; download it again."
+            f"the model needs {list(model_shape)}; download the file again."
         )
 
     def _process(self, name: str, values: np.ndarray) -> tuple[str | None, np.ndarray]:

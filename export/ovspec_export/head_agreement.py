@@ -54,8 +54,8 @@ def check_head_ir(head: HeadModule, model: ov.Model, target_states: np.ndarray |
         difference = float(np.nan_to_num(root_mean_square / (expected_output.std() + 1e-30), nan=np.inf))
         if difference > OUTPUT_TOLERANCE:
             raise OvspecError(
-                f"the head's {name} in the IR differ from the checkpoint's by {difference:.2g} standard deviations, so "
-                "the IR was deleted"
+                f"the exported head's output {name!r} differs from the checkpoint's by {difference:.2g} standard "
+                f"deviations, more than {OUTPUT_TOLERANCE}, so the export was deleted; report this bug to ovspec"
             )
 
 

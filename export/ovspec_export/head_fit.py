@@ -59,14 +59,14 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
     if offsets is not None:
         if offsets.shape != proposed_ids.shape:
             raise OvspecError(
-                f"{head.name}: its tensor d2t has {len(offsets)} entries for {len(proposed_ids)} tokens; "
-                "download the head again."
+                f"{head.name}: the head proposes {len(proposed_ids)} tokens, but the tensor d2t has {len(offsets)} "
+                "entries; download the head again."
             )
         proposed_ids = proposed_ids + offsets
     elif layout.draft_vocab_size != layout.vocab_size:
         raise OvspecError(
-            f"{head.name}: it proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no tensor "
-            "d2t with the ids of these tokens; download the head again."
+            f"{head.name}: the head proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no "
+            "tensor d2t with the ids of these tokens; download the head again."
         )
     return HeadSizes(
         hidden_size=layout.hidden_size,
@@ -112,7 +112,9 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
         if proposed_ids is None and is_mtp_layer(model):
             proposed_ids = np.arange(vocab_size or 0)
         if FUSION_OUTPUT not in outputs or proposed_ids is None or not model.has_rt_info(TARGET_LAYERS_INFO):
-            raise OvspecError(f"{head.name}: an IR of a head in an unsupported form; {NAME_CHECKPOINT_ADVICE}.")
+            raise OvspecError(
+                f"{head.name}: the head's IR lacks parts of a head exported by ovspec; {NAME_CHECKPOINT_ADVICE}."
+            )
         tap_layers = read_target_layers(model)
         return HeadSizes(
             hidden_size=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
@@ -138,30 +140,34 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     hidden_size, vocab_size, layer_count = (target.get_config_number(name) for name in ("hidden", "vocab", "layers"))
     if hidden_size is None or vocab_size is None or layer_count is None:
         raise OvspecError(
-            f"{refusal} the target's config.json lacks its hidden size, vocabulary size or number of layers; add them."
+            f"{refusal} the target's config.json lacks hidden_size, vocab_size or num_hidden_layers; add the missing "
+            "entry."
         )
     if sizes.states_width != sizes.tap_count * hidden_size:
         raise OvspecError(
-            f"{refusal} it reads {sizes.tap_count} layers with {sizes.states_width} values in total, but the "
-            f"target's hidden size is {hidden_size}; {OTHER_HEAD_ADVICE}."
+            f"{refusal} the head reads {sizes.states_width} values per token from {sizes.tap_count} target layers, but "
+            f"the target's hidden size is {hidden_size}; {OTHER_HEAD_ADVICE}."
         )
     if not sizes.has_own_embedding and sizes.hidden_size != hidden_size:
         raise OvspecError(
-            f"{refusal} it uses the target's embedding, but its hidden size is {sizes.hidden_size} and the target's "
-            f"{hidden_size}; {OTHER_HEAD_ADVICE}."
+            f"{refusal} the head uses the target's embedding, but the head's hidden size is {sizes.hidden_size}, and "
+            f"the target's {hidden_size}; {OTHER_HEAD_ADVICE}."
         )
     if not sizes.has_own_embedding and not sizes.has_own_lm_head and target.is_ir:
-        raise OvspecError(f"{refusal} its lm_head comes from the target's embedding; give the target's checkpoint.")
+        raise OvspecError(
+            f"{refusal} the head needs the embedding from the target's checkpoint, but the target is already an "
+            "OpenVINO IR; give the target's checkpoint."
+        )
     if sizes.vocab_size != vocab_size:
         raise OvspecError(
-            f"{refusal} its vocabulary has {sizes.vocab_size} tokens, but the target's has {vocab_size}; "
+            f"{refusal} the head's vocabulary has {sizes.vocab_size} tokens, but the target's has {vocab_size}; "
             f"{OTHER_HEAD_ADVICE}."
         )
     check_head_token_ids(sizes, vocab_size, head.name)
     tap_layers = choose_default_tap_layers(layer_count) if sizes.tap_layers is None else list(sizes.tap_layers)
     if any(not 0 <= layer < layer_count for layer in tap_layers):
         raise OvspecError(
-            f"{refusal} it reads the inputs of its layers {', '.join(map(str, tap_layers))}, but the target has "
+            f"{refusal} the head reads the target's layers {', '.join(map(str, tap_layers))}, but the target has only "
             f"layers 0 to {layer_count - 1}; {OTHER_HEAD_ADVICE}."
         )
     return tap_layers
@@ -174,11 +180,11 @@ def check_head_token_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
     highest_id = proposed_ids.max()
     if lowest_id < 0 or highest_id >= vocab_size:
         raise OvspecError(
-            f"{name}: its tensor d2t has token id {lowest_id if lowest_id < 0 else highest_id}, but there are "
-            f"{vocab_size} tokens; download the head again."
+            f"{name}: its tensor d2t has the token id {lowest_id if lowest_id < 0 else highest_id}, but the vocabulary "
+            f"has {vocab_size} tokens; download the head again."
         )
     if len(np.unique(proposed_ids)) < len(proposed_ids):
-        raise OvspecError(f"{name}: its tensor d2t has a duplicate token; download the head again.")
+        raise OvspecError(f"{name}: its tensor d2t has a token twice; download the head again.")
     if sizes.is_proposable is not None and not np.array_equal(
         np.flatnonzero(sizes.is_proposable), np.sort(proposed_ids)
     ):

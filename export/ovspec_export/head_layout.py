@@ -151,7 +151,7 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
                 " x ".join(map(str, named_shapes[tensor_name])) for named_shapes in (tensor_shapes, expected_shapes)
             )
             raise OvspecError(
-                f"{name}: its tensor {tensor_name} has the shape {shape}, but {expected_shape} according to its "
+                f"{name}: its tensor {tensor_name} has the shape {shape}, but needs {expected_shape} according to "
                 "config.json; download the head again."
             )
     return layout
@@ -246,7 +246,7 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
             "head."
         )
     if config.get("norm_before_fc") and config.get("fc_norm"):
-        raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
+        raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; remove the wrong entry.")
     rope_configs = [
         rope_config
         for rope_config in (config.get("rope_parameters"), config.get("rope_scaling"))

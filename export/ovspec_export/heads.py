@@ -259,7 +259,7 @@ def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None 
         embedding_rows = embedding if own_embedding is None else own_embedding
         if embedding_rows is None:
             raise OvspecError(
-                f"{name}: the head has no lm_head, and no embedding to take its rows from; download the head again."
+                f"{name}: the head has neither an lm_head nor an embedding to use instead; download the head again."
             )
         tensors["lm_head.weight"] = embedding_rows[torch.arange(layout.draft_vocab_size) + head.d2t]
     weights = {tensor: tensors[tensor].float() for tensor in (*layout.tensor_shapes(), "lm_head.weight")}

@@ -106,7 +106,9 @@ def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[s
         and (FIRST_SHARD.search(path[:-5]) or not LATER_SHARD.search(path[:-5]))
     }
     if not first_files:
-        raise OvspecError(f"{name}: its repository has no GGUF file; leave the colon out to export the checkpoint.")
+        raise OvspecError(
+            f"{name}: the repository has no GGUF file; leave out ':{hub.quantization}' to export the checkpoint."
+        )
     wanted_quantization = (hub.quantization or "").lower()
     first_file = next(
         (path for quantization, path in first_files.items() if quantization.lower() == wanted_quantization), None
@@ -114,7 +116,8 @@ def choose_gguf_files(name: str, hub: HubName, repository: Repository) -> list[s
     if first_file is None:
         example = HubName(hub.repository, hub.revision, next(iter(first_files)))
         raise OvspecError(
-            f"{name}: its repository has the GGUF files {', '.join(first_files)}; choose one, as in {example}."
+            f"{name}: the repository has the GGUF files {', '.join(first_files)}; add a colon and a file to the name, "
+            f"as in {example}."
         )
     shard_pattern = FIRST_SHARD.sub("-*-of-*", first_file[:-5]) + ".gguf"
     return sorted(path for path in repository.sizes if fnmatch.fnmatchcase(path, shard_pattern))
@@ -157,9 +160,9 @@ def name_hub_errors(name: str, revision: str | None) -> Iterator[None]:
             raise OvspecError(f"{name}: the hub denies access (status {status}); {log_in}.") from None
         advice = "check the network, and run the same command to resume the download"
         if constants.HF_HUB_OFFLINE:
-            advice = "unset HF_HUB_OFFLINE to download it"
+            advice = "unset the variable HF_HUB_OFFLINE to download the model"
         raise OvspecError(
-            f"{name}: no such folder, not complete in the hub's cache, and the hub cannot be reached; {advice}."
+            f"{name}: no such folder, no complete copy in the hub's cache, and the hub cannot be reached; {advice}."
         ) from None
 
 

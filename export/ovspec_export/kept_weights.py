@@ -104,7 +104,7 @@ def check_numbers(packed: PackedWeights, name: str, source: str) -> None:
     """Raise OvspecError if a scale, zero point or offset isn't a finite number."""
     for part, numbers in {"scale": packed.scales, "zero point": packed.zero_points, "offset": packed.offsets}.items():
         if numbers is not None and not np.isfinite(numbers).all():
-            raise OvspecError(f"{source}: its tensor {name} has a NaN or infinite {part}; download it again.")
+            raise OvspecError(f"{source}: its tensor {name} has a NaN or infinite {part}; download the model again.")
 
 
 def quantise_to_int8(values: np.ndarray) -> PackedWeights:

@@ -81,7 +81,8 @@ def read_compressed_tensors(tensors: dict[str, np.ndarray]) -> PackedWeights:
         packed = tensors["weight_packed"]
         bits = next((bits for bits in BITS if packed.shape == (rows, -(-columns * bits // 32))), 0)
         if not bits:
-            raise ValueError(f"{list(packed.shape)} packed numbers for {rows} x {columns} weights")
+            shape = " x ".join(map(str, packed.shape))
+            raise ValueError(f"{shape} packed numbers can't hold {rows} x {columns} weights of 2, 4 or 8 bits")
         integers = unpack_integers(packed, bits, axis=1)[:, :columns]
     else:
         bits = 8
@@ -119,17 +120,17 @@ def read_bitsandbytes_nf4(tensors: dict[str, np.ndarray]) -> PackedWeights:
     """
     state = json.loads(tensors["weight.quant_state.bitsandbytes__nf4"].tobytes())
     if not np.array_equal(tensors["weight.quant_map"], NF4_VALUES):
-        raise ValueError("other values than NF4's")
+        raise ValueError("the values of quant_map aren't NF4's")
     rows, columns = state["shape"]
     block_size = state["blocksize"]
     if columns % block_size:
-        raise ValueError(f"rows of {columns} weights in blocks of {block_size}")
+        raise ValueError(f"rows of {columns} weights can't be divided into blocks of {block_size}")
     scales = tensors["weight.absmax"].reshape(-1)
     if "weight.nested_absmax" in tensors:
         nested_scales = np.repeat(tensors["weight.nested_absmax"], state["nested_blocksize"])[: len(scales)]
         scales = tensors["weight.nested_quant_map"][scales] * nested_scales + np.float32(state["nested_offset"])
     if (stored := tensors["weight"].reshape(-1)).dtype != np.uint8:
-        raise ValueError(f"integers as {stored.dtype}")
+        raise ValueError(f"the 4-bit weights are stored as {stored.dtype} instead of uint8")
     integers = np.stack([stored >> 4, stored & 15], axis=-1).reshape(rows, columns)  # the first in the upper half
     return PackedWeights(integers, "nf4", scales.reshape(rows, columns // block_size).astype(np.float32))
 
@@ -143,14 +144,14 @@ def find_column_order(group_numbers: np.ndarray | None, column_count: int, group
         ValueError: the groups differ in size.
     """
     if column_count % group_count:
-        raise ValueError(f"{column_count} columns in {group_count} groups")
+        raise ValueError(f"{column_count} columns can't be divided into {group_count} equal groups")
     if group_numbers is None or (group_numbers < 0).all():
         return None
     if len(group_numbers) != column_count:
-        raise ValueError(f"group numbers of {len(group_numbers)} of {column_count} columns")
+        raise ValueError(f"g_idx has {len(group_numbers)} group numbers for {column_count} columns")
     order = np.argsort(group_numbers, kind="stable")
     if not np.array_equal(group_numbers[order], np.repeat(np.arange(group_count), column_count // group_count)):
-        raise ValueError("groups of different sizes")
+        raise ValueError("the groups have different sizes")
     return None if np.array_equal(order, np.arange(column_count)) else order
 
 
@@ -168,8 +169,10 @@ def make_packed_weights(
     """
     rows, columns = integers.shape
     if scales.ndim != 2 or len(scales) != rows or columns % scales.shape[1] or zero_points.shape != scales.shape:
-        shapes = f"{rows} x {columns} weights, scales {list(scales.shape)}, zero points {list(zero_points.shape)}"
-        raise ValueError(shapes)
+        scales_shape, zero_points_shape = (" x ".join(map(str, array.shape)) for array in (scales, zero_points))
+        raise ValueError(
+            f"{scales_shape} scales and {zero_points_shape} zero points don't fit {rows} x {columns} weights"
+        )
     scales = round_to_f16_if_exact(scales)
     width = 8 if bits == 8 else 4
     if (zero_points == 2 ** (bits - 1)).all():

@@ -127,13 +127,16 @@ def refuse_missing_tensors() -> None:
             str(key[0]) for key in loading_info["mismatched_keys"]
         )
         if missing_names:
-            missing_note = f"{len(missing_names)} in all"
             raise OvspecError(
-                f"the checkpoint lacks the tensor {missing_names[0]}, or has a wrong shape for it ({missing_note})"
+                f"tensors missing in the checkpoint or of a wrong shape: {len(missing_names)}, such as "
+                f"{missing_names[0]}; download the model again"
             )
         unread_names = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
         if unread_names:
-            raise OvspecError(f"the checkpoint's quantisation is not supported ({unread_names[0]})")
+            raise OvspecError(
+                f"the checkpoint's quantised tensor {unread_names[0]} is not supported; export the unquantised "
+                "checkpoint"
+            )
         return (model, loading_info) if output_loading_info else model
 
     PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]

@@ -23,10 +23,12 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
     try:
         tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
     except Exception as error:  # damaged bytes of a pickle may raise anything
-        reason = "not written by torch.save, or truncated"
+        reason = "it was not written by torch.save, or is truncated"
         if global_match := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            reason = f"it contains {global_match[1]}"
-        raise OvspecError(f"{file}: cannot be read ({reason}); save its tensors as model.safetensors.") from None
+            reason = f"it contains {global_match[1]}, not only tensors"
+        raise OvspecError(f"{file}: cannot be read ({reason}); save the tensors as model.safetensors.") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise OvspecError(f"{file}: contains more than named tensors; save the tensors as model.safetensors.")
+        raise OvspecError(
+            f"{file}: contains other objects than tensors with names; save the tensors as model.safetensors."
+        )
     return tensors

@@ -30,7 +30,7 @@ def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> 
     has_parts = isinstance(config.get("text_config"), dict)
     if not has_parts and DEQUANTISED_FAMILIES.get(method) == config.get("model_type"):
         return
-    reason = "in a model with several parts" if has_parts else "in a head"
+    reason = "in a model with image or audio parts" if has_parts else "in a head"
     if can_keep and not has_parts:
         try:
             read_quantisation(quantisation)
@@ -38,8 +38,8 @@ def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> 
         except ValueError as error:
             reason = str(error)
     raise OvspecError(
-        f"{name}: its weights are quantised by {method} {reason}, which can't be exported; export the unquantised "
-        "checkpoint, and compress it with `weight_format`."
+        f"{name}: its weights are quantised by {method} {reason}, and can't be exported like this; export the "
+        "unquantised checkpoint with `weight_format` instead."
     )
 
 

@@ -92,7 +92,8 @@ def fill_skeleton(model: PreTrainedModel, kept: KeptWeights, source: str) -> dic
     missing_names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing_names:
         raise OvspecError(
-            f"{source}: lacks the tensor {missing_names[0]} ({len(missing_names)} in all); download the model again."
+            f"{source}: lacks {len(missing_names)} of the model's tensors, such as {missing_names[0]}; download the "
+            "model again."
         )
     # A matrix tied to another is the same matrix.
     tied_names = matrices.keys() - {name for name, _ in model.named_parameters()}
@@ -128,7 +129,7 @@ def read_rounded_values(kept: GgufWeights, product_only: frozenset[str], name: s
     rounded_values = kept.read_kept_values(name, name in product_only)
     difference = rounded_values.reshape(-1, sample.shape[1])[::step] - sample
     if np.sqrt(np.mean(np.square(difference))) > MAX_DIFFERENCE * np.sqrt(np.mean(np.square(sample))):
-        raise OvspecError(f"the IR's weights differ from the source's in {name}")
+        raise OvspecError(f"the exported weights of {name} differ from the source's; report this bug to ovspec")
     return rounded_values
 
 
@@ -197,7 +198,8 @@ class GraphFiller:
         constants = self._find_constants(marks)
         if missing_names := sorted(marks.keys() - constants.keys()):
             raise OvspecError(
-                f"its weights can't be kept: {missing_names[0]} is not a separate matrix in the IR; set `weight_format`"
+                f"the quantised weights can't be exported unchanged, because {missing_names[0]} is not a separate "
+                "matrix in the OpenVINO graph; export the unquantised checkpoint"
             )
         for name, nodes in constants.items():
             weights = self.kept.read_matrix(name, name in self.product_only)
@@ -244,7 +246,10 @@ class GraphFiller:
         is_plain = not isinstance(weights, PackedWeights) or (weights.column_order is None and weights.offsets is None)
         is_stack = len(weights_node.get_output_shape(0)) > 2
         if (not is_plain and not takes_rows) or (is_stack and (is_transposed or not takes_rows)):
-            raise OvspecError(f"its weights can't be kept: {name} is used by the operation {consumer.get_type_name()}")
+            raise OvspecError(
+                f"the quantised weights can't be exported unchanged, because the operation {consumer.get_type_name()} "
+                f"in the OpenVINO graph uses {name}; export the unquantised checkpoint"
+            )
         if is_plain and not (takes_rows and is_transposed):
             # Without a new product: the values of experts get their true width only once all are replaced.
             if is_transposed:

@@ -261,7 +261,7 @@ class HeadSource(Source):
             for stored_name, tensor in read_pickled_tensors(file).items():
                 if map_to_eagle_head_name(stored_name) == name and tensor.is_floating_point():
                     raise OvspecError(
-                        f"{file}: its tensor {name} must be of integers, not {tensor.dtype}; download the head again."
+                        f"{file}: its tensor {name} must contain integers, not {tensor.dtype}; download the head again."
                     )
                 if map_to_eagle_head_name(stored_name) == name:
                     return tensor.numpy()
@@ -327,8 +327,8 @@ def check_can_be_unpacked(source: Source) -> None:
     """Raise OvspecError if a source has quantised weights and no other export than keeping them is possible."""
     if source.is_quantised and not isinstance(source, GgufSource):
         raise OvspecError(
-            f"{source.name}: its weights are already quantised; leave out the weight options, or export the "
-            "unquantised checkpoint."
+            f"{source.name}: the weights are already quantised, so ovspec can only keep them; leave `weight_format` "
+            "and the other weight options out, or use the unquantised checkpoint."
         )
 
 
@@ -394,7 +394,8 @@ def check_shards(folder: Path, index_file: str, name: str) -> None:
     missing_shards = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing_shards:
         raise OvspecError(
-            f"{name}: {missing_shards[0]} is missing ({len(missing_shards)} missing in all); download the model again."
+            f"{name}: lacks {len(missing_shards)} of {len(shards)} files with weights, such as {missing_shards[0]}; "
+            "download the model again."
         )
 
 
@@ -406,7 +407,8 @@ def check_source_config(source: Source, name: str) -> None:
         return
     if (source.path / ADAPTER_FILE).is_file():
         raise OvspecError(
-            f"{name}: an adapter; merge it into its model (merge_and_unload), and export the merged model."
+            f"{name}: an adapter; merge the adapter into its base model with merge_and_unload() of peft, and export "
+            "the merged model."
         )
     check_quantisation(source.config, name, can_keep=not isinstance(source, HeadSource))
     if isinstance(source, HeadSource) and not isinstance(source, MtpSource):
@@ -422,13 +424,13 @@ def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> No
         code_classes = str(read_json(source.path / config_file).get("auto_map", ""))
         if code_classes and not trust_remote_code:
             raise OvspecError(
-                f"{name}: the model contains Python code; read it (revision {source.revision}), and run 'ovspec "
-                "export --trust-remote-code' if you trust it."
+                f"{name}: the model contains Python code; read the code (revision {source.revision}), and run 'ovspec "
+                "export --trust-remote-code' if you trust the code."
             )
         if "--" in code_classes:
             raise OvspecError(
-                f"{name}: {config_file} loads code from another repository, where it could change at any time; copy "
-                "the code into the model's folder, and export the folder."
+                f"{name}: {config_file} loads code from another repository, where the code could change at any time; "
+                f"copy the code into the model's folder, adapt auto_map in {config_file}, and export the folder."
             )
 
 

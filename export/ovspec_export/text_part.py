@@ -151,6 +151,8 @@ def copy_bytes(original: BinaryIO, copy: BinaryIO, byte_count: int) -> None:
     while byte_count:
         chunk = original.read(min(byte_count, CHUNK_BYTES))
         if not chunk:
-            raise OvspecError(f"{original.name}: truncated while it was read; download the model again.")
+            raise OvspecError(
+                f"{original.name}: another program truncated this file during the export; download the model again."
+            )
         copy.write(chunk)
         byte_count -= len(chunk)

@@ -363,7 +363,7 @@ def test_code_of_a_checkpoint_is_not_run_unasked(run: Callable[..., Outcome]) ->
     config = json.loads(file.read_text(encoding="utf-8")) | {"auto_map": {"AutoModel": "code.Model"}}
     file.write_text(json.dumps(config), encoding="utf-8")
     found = run("export", "with-code", "-o", "out")
-    assert (found.code, "run 'ovspec export --trust-remote-code' if you trust it" in found.err) == (1, True)
+    assert (found.code, "run 'ovspec export --trust-remote-code' if you trust the code" in found.err) == (1, True)
 
 
 # ---------------------------------------------------------------- all of them

@@ -165,7 +165,7 @@ def test_refusals_of_distill_name_flags(run: Callable[..., Outcome]) -> None:
     draft = ROOT / "models" / "demo-hf" / "draft"
     found = run("distill", DEMO, "-o", "out", "--draft", draft, "--draft-vocabulary", "99")
     assert found.code == 1
-    assert "--draft-vocabulary is for heads; for a draft model use --trim-vocabulary." in found.err
+    assert "leave --draft-vocabulary out, and set --trim-vocabulary for a draft model." in found.err
 
 
 def test_distill_without_the_packages(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,19 +156,19 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     folder = write_model(tmp_path / "ir", "int8_asym", "own")
     before = (folder / MODEL_FILE).read_bytes()
     monkeypatch.setattr(lm_head, "WEIGHT_OPERATIONS", {"Convert"})
-    told = "x: its vocabulary can't be trimmed: its lm_head is computed by the operation Multiply; choose another draft"
+    told = r"x: this draft's vocabulary can't be trimmed \(its lm_head is computed by the operation Multiply\); choose"
     with pytest.raises(OvspecError, match=told):
         trim_ir(folder, IDS, "x")
     monkeypatch.setattr(lm_head, "find_lm_head", lambda _: None)
-    with pytest.raises(OvspecError, match="its lm_head can't be found in the graph; choose another draft"):
+    with pytest.raises(OvspecError, match=r"its lm_head can't be found in the graph\); choose another draft"):
         trim_ir(folder, IDS, "x")
     assert (folder / MODEL_FILE).read_bytes() == before and len([*folder.iterdir()]) == 2
 
 
 WRONG = {
-    "empty": ([], "its draft vocabulary is empty"),
-    "too high": ([0, 5, 4096], "has token id 4096, but there are 4096 tokens"),
-    "below zero": ([-1, 5], "has token id -1, but there are 4096 tokens"),
+    "empty": ([], "trimmed vocabulary is empty"),
+    "too high": ([0, 5, 4096], "has the token id 4096, but the target has 4096 tokens"),
+    "below zero": ([-1, 5], "has the token id -1, but the target has 4096 tokens"),
     "twice": ([0, 5, 5], "has a duplicate token"),
     "no numbers": (["a"], "draft_vocabulary.json: invalid"),
 }

@@ -259,7 +259,10 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(file), "damaged or truncated"),
         (str(tmp_path), "has no config.json"),
         ("C:/no-such-model", "no such file or folder, and not a hub id"),
-        ("no-such-org/no-such-model", "no such folder, not complete in the hub's cache, and the hub cannot be reached"),
+        (
+            "no-such-org/no-such-model",
+            "no such folder, no complete copy in the hub's cache, and the hub cannot be reached",
+        ),
         ("", "is empty"),
         (str(mute), "has no tokenizer"),
         (str(pickled), "has no model.safetensors and no model.safetensors.index.json"),
@@ -271,7 +274,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(nonsense), "not a safetensors file"),
         (
             edited(tmp_path / "code", {"auto_map": {"AutoModelForCausalLM": "x.X"}}),
-            "run 'ovspec export --trust-remote-code' if you trust it",
+            "run 'ovspec export --trust-remote-code' if you trust the code",
         ),
         (edited(tmp_path / "t5", {"is_encoder_decoder": True}), "an encoder-decoder model"),
     ]:
@@ -292,7 +295,7 @@ def test_the_output_is_not_the_source(pair: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("frobnicate", "unknown to ovspec and optimum-intel"), ("deepseek_v3", "transformers 4.55")],
+    [("frobnicate", "ovspec and optimum-intel don't support the family"), ("deepseek_v3", "transformers 4.55")],
 )
 def test_families_that_cannot_be_exported(tmp_path: Path, family: str, why: str) -> None:
     with pytest.raises(ovspec.OvspecError, match=f"of the family {family} cannot be exported .*{why}") as error:
@@ -328,7 +331,7 @@ def test_a_group_size_that_does_not_fit_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, draft: str | None
 ) -> None:
     monkeypatch.setattr("ovspec_export.export.convert_source", None)
-    message = r"`group_size` is 48, but \S+proj\.weight has rows of \d+ weights; use \d+, or -1 for"
+    message = r"`group_size` is 48, but the rows of \S+proj\.weight have \d+ weights, not .* to \d+, or to -1 for"
     with pytest.raises(ovspec.OvspecError, match=message):
         export_pair(target, draft, tmp_path / "out", Compression("int4", group_size=48))
     assert not list(tmp_path.iterdir())

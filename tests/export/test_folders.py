@@ -107,7 +107,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
         export_pair(DRAFT, None, tmp_path / "thesis.txt")
     (tmp_path / ".out.old").mkdir()
     (tmp_path / ".out.old" / "mine").write_text("mine", encoding="utf-8")
-    with pytest.raises(ovspec.OvspecError, match="in the way"):
+    with pytest.raises(ovspec.OvspecError, match="needs this name for a backup"):
         export_pair(DRAFT, None, tmp_path / "out")
     assert contents(tmp_path) == {"thesis.txt": b"precious", ".out.old/mine": b"mine"}
     # Files that somebody has put into an export are left alone, too.
@@ -196,7 +196,10 @@ def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path, ca
 def test_one_export_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with open_partial_folder(out, overwrite=True) as work:
-        with pytest.raises(ovspec.OvspecError, match="another export is writing to it"), open_partial_folder(out, True):
+        with (
+            pytest.raises(ovspec.OvspecError, match="another export is writing to this folder"),
+            open_partial_folder(out, True),
+        ):
             pass
         with open_partial_folder(tmp_path / "other", overwrite=False):
             pass
@@ -344,7 +347,7 @@ def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     }  # fmt: skip
     kept = backup_path(output)
     assert contents(kept)["more"] == b"mine", "it stays where it doesn't get in the way"
-    with pytest.raises(ovspec.OvspecError, match="rename it"):
+    with pytest.raises(ovspec.OvspecError, match="rename the folder"):
         check_output_folder(tmp_path / "out2" / ".." / "out", overwrite=True)
 
 
@@ -353,7 +356,8 @@ def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
     backup = marked(tmp_path / ".out.old", "old")
     (backup / "mine").write_text("mine", encoding="utf-8")
     with pytest.raises(
-        ovspec.OvspecError, match=r"\.out\.old: is in the way and contains files not exported by ovspec"
+        ovspec.OvspecError,
+        match=r"\.out\.old: the export needs this name for a backup, but this folder contains files not exported by ",
     ):
         check_output_folder(output, overwrite=True)
     assert (backup / "mine").read_text(encoding="utf-8") == "mine"

@@ -355,7 +355,9 @@ def test_a_wrong_ir_is_found(spoil: Callable[[EagleHead], None] | None, one_head
         check_head_ir(head, its_ir)
         return
     spoil(head)
-    with pytest.raises(OvspecError, match=r"the head's (fused|logits|hidden) in the IR differ from the checkpoint's"):
+    with pytest.raises(
+        OvspecError, match=r"the exported head's output '(fused|logits|hidden)' differs from the checkpoint's"
+    ):
         check_head_ir(head, its_ir)
 
 
@@ -364,7 +366,7 @@ def test_padding_that_is_seen_is_found(one_head: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_heads, "make_causal_mask", lambda given, new: mask(torch.ones_like(given), new))
     model = convert_head_to_ir(load_head_checkpoint(one_head), LAYERS)
     monkeypatch.undo()
-    with pytest.raises(OvspecError, match="the head's logits in the IR differ"):
+    with pytest.raises(OvspecError, match="the exported head's output 'logits' differs"):
         check_head_ir(load_head_checkpoint(one_head), model)
 
 
@@ -425,7 +427,8 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     assert manifest.draft.weight_format == "as it was"
     assert contents(tmp_path / "again" / "draft") == contents(draft)
     with pytest.raises(
-        OvspecError, match=r"it reads 3 layers with 384 values in total, but the target's hidden size is 64"
+        OvspecError,
+        match=r"the head reads 384 values per token from 3 target layers, but the target's hidden size is 64",
     ):
         export_pair(str(pair / "draft"), str(draft), tmp_path / "other")
     model = openvino_core().read_model(draft / "openvino_model.xml")
@@ -434,7 +437,7 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     foreign.mkdir()
     ov.save_model(model, foreign / "openvino_model.xml")
     shutil.copy(draft / "config.json", foreign)
-    with pytest.raises(OvspecError, match="an IR of a head in an unsupported form; give the head's checkpoint instead"):
+    with pytest.raises(OvspecError, match=r"the head's IR lacks parts of .*; give the head's checkpoint instead"):
         export_pair(str(pair), str(foreign), tmp_path / "other")
 
 
@@ -569,39 +572,44 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "width",
         {"target": SMALL_CONFIG},
         {},
-        "reads 3 layers with 192 values in total, but the target's hidden size is 128",
+        "reads 192 values per token from 3 target layers, but the target's hidden size is 128",
     ),
     (
         "shared width",
         {"embedding": False, "hidden_size": 192},
         {},
-        "it uses the target's embedding, but its hidden size is 192 and the target's 128",
+        "the head uses the target's embedding, but the head's hidden size is 192, and the target's 128",
     ),
     ("vocabulary", {"target": TARGET_CONFIG | {"vocab_size": 4000}}, {}, "has 4000 tokens, but the target's has 4096"),
     (
         "default layers",
         {"layer_ids": None},
         {},
-        "reads the inputs of its layers 2, 1, -1, but the target has layers 0 to 1",
+        "reads the target's layers 2, 1, -1, but the target has only layers 0 to 1",
     ),
-    ("layers", {"layer_ids": [0, 0, 1]}, {}, r"layers 1, 1, 2, but the target has layers 0 to 1"),
+    ("layers", {"layer_ids": [0, 0, 1]}, {}, r"layers 1, 1, 2, but the target has only layers 0 to 1"),
     (
         "layers",
         {"style": "speculators", "layer_ids": [0, 1, 2]},
         {},
-        r"layers 0, 1, 2, but the target has layers 0 to 1",
+        r"layers 0, 1, 2, but the target has only layers 0 to 1",
     ),
-    ("too high", {}, {"d2t": FROM_THE_END, "t2d": None}, "its tensor d2t has token id 4096, but there are 4096 tokens"),
+    (
+        "too high",
+        {},
+        {"d2t": FROM_THE_END, "t2d": None},
+        "its tensor d2t has the token id 4096, but the vocabulary has 4096 tokens",
+    ),
     (
         "too low",
         {},
         {"d2t": BEFORE_THE_START, "t2d": None},
-        "its tensor d2t has token id -3, but there are 4096 tokens",
+        "its tensor d2t has the token id -3, but the vocabulary has 4096 tokens",
     ),
-    ("twice", {}, {"d2t": -torch.arange(256), "t2d": None}, "its tensor d2t has a duplicate token"),
+    ("twice", {}, {"d2t": -torch.arange(256), "t2d": None}, "its tensor d2t has a token twice"),
     ("other t2d", {}, {"d2t": OFFSETS}, "its tensors t2d and d2t contain different tokens"),
-    ("no d2t", {}, {"d2t": None}, "it proposes 256 of 4096 tokens, but has no tensor d2t"),
-    ("short d2t", {}, {"d2t": OFFSETS[:-1].clone()}, "its tensor d2t has 255 entries for 256 tokens"),
+    ("no d2t", {}, {"d2t": None}, "the head proposes 256 of 4096 tokens, but has no tensor d2t"),
+    ("short d2t", {}, {"d2t": OFFSETS[:-1].clone()}, "proposes 256 tokens, but the tensor d2t has 255 entries"),
     ("deep", {}, {"config": {"num_hidden_layers": 2}}, "the head has several layers; only a single layer is supported"),
     ("deeper", {}, {"layers__1__mlp__up_proj__weight": IDS}, "the head has several layers"),
     ("window", {}, {"config": {"use_sliding_window": True}}, "attention has a sliding window"),
@@ -627,7 +635,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "shape",
         {},
         {"config": {"intermediate_size": 64}},
-        r"layer.mlp.down_proj.weight has the shape 128 x 256, but 128 x 64",
+        r"layer.mlp.down_proj.weight has the shape 128 x 256, but needs 128 x 64",
     ),
     (
         "entry",
@@ -639,7 +647,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "quantised",
         {},
         {"config": {"quantization_config": {"quant_method": "fp8"}}},
-        r"quantised weights \(fp8\) in a head",
+        r"its weights are quantised by fp8 in a head",
     ),
 ]
 
@@ -680,15 +688,19 @@ def test_heads_that_cannot_be_read_are_named(tmp_path: Path, one_head: Path) -> 
     next(iter(other.glob("*2-of-*.bin"))).unlink()
     for head, message in [
         (empty, "has no model.safetensors and no pytorch_model.bin"),
-        (cut, r"pytorch_model.bin: cannot be read \(not written by torch.save, or truncated\)"),
-        (code, r"pytorch_model.bin: cannot be read \(it contains pathlib.*\); save its tensors as model.safetensors"),
-        (missing, "model-00002-of-00002.safetensors is missing"),
-        (other, "pytorch_model-00002-of-00002.bin is missing"),
+        (cut, r"pytorch_model.bin: cannot be read \(it was not written by torch.save, or is truncated\)"),
+        (
+            code,
+            r"pytorch_model.bin: cannot be read \(it contains pathlib.*, not only tensors\); save the tensors as model",
+        ),
+        (missing, "files with weights, such as model-00002-of-00002.safetensors"),
+        (other, "such as pytorch_model-00002-of-00002.bin"),
     ]:
         with pytest.raises(OvspecError, match=message):
             find_source(str(head))
     with pytest.raises(
-        OvspecError, match="head: an EAGLE-3 head, not a model; export its target, with the head as `draft`"
+        OvspecError,
+        match="head: an EAGLE-3 head, not a model; export the head's target model, with the head as `draft`",
     ):
         export_pair(str(one_head), None, tmp_path / "out")
     with pytest.raises(OvspecError, match="`draft` can't be combined"):
@@ -698,7 +710,8 @@ def test_heads_that_cannot_be_read_are_named(tmp_path: Path, one_head: Path) -> 
 def test_what_a_head_needs_of_an_ir(pair: Path, tmp_path: Path) -> None:
     head = head_for_the_pair(tmp_path / "head", embedding=False, lm_head=False)
     with pytest.raises(
-        OvspecError, match="its lm_head comes from the target's embedding; give the target's checkpoint"
+        OvspecError,
+        match=r"the head needs the embedding from the target's checkpoint, .*; give the target's checkpoint",
     ):
         export_pair(str(pair), str(head), tmp_path / "out")
 

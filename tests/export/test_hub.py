@@ -208,7 +208,7 @@ def test_what_is_refused_before_its_weights_come(hub: str, tmp_path: Path) -> No
     again = refusals(["org/model", *CANNOT_BE_EXPORTED], tmp_path / "out", "http://127.0.0.1:9", tmp_path / "home")
     for found in (told, again):
         assert all(message in found[name] for name, message in CANNOT_BE_EXPORTED.items()), found
-    assert again["org/model"].startswith("Error: org/model: no such folder, not complete in the hub's cache")
+    assert again["org/model"].startswith("Error: org/model: no such folder, no complete copy in the hub's cache")
     assert again["org/model"].endswith("check the network, and run the same command to resume the download.")
     for name in CANNOT_BE_EXPORTED:
         asked = [path for path in REQUESTED if f"/{name}/" in path]

@@ -216,12 +216,12 @@ def test_draft_of_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("told", "config"),
     [
-        (r"by gptq with 3 bits, which can't be exported", GPTQ | {"bits": 3}),
+        (r"by gptq with 3 bits, and can't be exported", GPTQ | {"bits": 3}),
         (r"by gptq in the format marlin", GPTQ | {"checkpoint_format": "marlin"}),
         (r"by awq in the version gemv with 4 bits", AWQ | {"version": "gemv"}),
-        (r"by auto-round in an unknown way", {"quant_method": "auto-round", "packing_format": "mx"}),
+        (r"by auto-round in an unsupported way", {"quant_method": "auto-round", "packing_format": "mx"}),
         (r"by bitsandbytes in fp4", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        (r"by compressed-tensors without groups", {"quant_method": "compressed-tensors"}),
+        (r"by compressed-tensors without config_groups", {"quant_method": "compressed-tensors"}),
         (r"by compressed-tensors with 3 bits", compressed(3)),
         (r"by compressed-tensors in the format float-quantized", compressed(8, "float-quantized")),
         (r"by compressed-tensors with sparsity", compressed(4) | {"sparsity_config": {"format": "sparse-24"}}),
@@ -249,9 +249,21 @@ def test_packed_weights_are_not_quantised_anew(awq: Path, tmp_path: Path) -> Non
     ("told", "part", "change"),
     [
         ("its tensor .*q_proj has a NaN or infinite scale", "scales", lambda t: t.fill_(float("nan"))),
-        ("its layer .*q_proj doesn't match its config.json", "qweight", lambda t: t[:, :8].contiguous()),
-        ("its layer .*q_proj doesn't match its config.json", "scales", lambda t: t[:3].contiguous()),
-        ("its layer .*q_proj doesn't match its config.json", "qzeros", lambda t: t[:1].contiguous()),
+        (
+            "the quantised layer .*q_proj is damaged or doesn't match config.json",
+            "qweight",
+            lambda t: t[:, :8].contiguous(),
+        ),
+        (
+            "the quantised layer .*q_proj is damaged or doesn't match config.json",
+            "scales",
+            lambda t: t[:3].contiguous(),
+        ),
+        (
+            "the quantised layer .*q_proj is damaged or doesn't match config.json",
+            "qzeros",
+            lambda t: t[:1].contiguous(),
+        ),
     ],
 )
 def test_damaged_layers_are_refused(told: str, part: str, change: Any, awq: Path, tmp_path: Path) -> None:
@@ -272,13 +284,16 @@ def test_groups_of_different_sizes_are_refused(tmp_path: Path) -> None:
     tensors = load_file(packed / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.g_idx"][:] = 0
     save_file(tensors, packed / "model.safetensors")
-    with pytest.raises(OvspecError, match=r"up_proj doesn't match its config.json \(groups of different sizes\)"):
+    with pytest.raises(OvspecError, match=r"up_proj is damaged or .* config.json \(the groups have different sizes\)"):
         layers_of(packed, config).read_matrix("model.layers.0.mlp.up_proj.weight", False)
 
 
 def test_unknown_and_missing_tensors_are_refused(awq: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_jobs(monkeypatch)
-    for change, told in (("more", "its tensor model.layers.0.extra.weight is unknown"), ("less", "lacks the tensor")):
+    for change, told in (
+        ("more", "the tensor model.layers.0.extra.weight is unexpected"),
+        ("less", "of the model's tensors, such as"),
+    ):
         shutil.copytree(awq, tmp_path / change)
         tensors = load_file(awq / "model.safetensors")
         if change == "more":
@@ -305,7 +320,7 @@ def test_tied_matrices_and_biases_of_zeros_may_be_there(tmp_path: Path, monkeypa
     reference = logits(tmp_path / "plain")[0].numpy()
     assert rms(ir_logits(tmp_path / "ir")[0] - reference) < 1e-4 * reference.std()
     save_file(tensors | more | {bias: torch.ones(256)}, packed / "model.safetensors")
-    with pytest.raises(OvspecError, match=f"its tensor {bias} is unknown in its model family"):
+    with pytest.raises(OvspecError, match=f"the tensor {bias} is unexpected in a model of the family"):
         layers_of(packed, config)
 
 

@@ -112,10 +112,10 @@ def test_models_of_the_hub_are_measured_before_their_weights_come(tmp_path: Path
         assert shards["name"] == f"org/gguf@{commits['org/gguf']}:Q8_0"
         assert (shards["fetched_bytes"], shards["keeps_weights"]) == (5, True)
         assert (f16["weight_bytes"], f16["keeps_weights"]) == (1, False)
-        listed = "its repository has the GGUF files UD-Q4_K_XL, f16, q8_0; choose one, as in org/gguf:UD-Q4_K_XL."
+        listed = "the repository has the GGUF files UD-Q4_K_XL, f16, q8_0; add a colon and a file to the name, as in "
         assert in_folder["fetched_bytes"] == 4
-        assert refusals[0] == f"org/gguf: {listed}"
-        assert "has no GGUF file; leave the colon out" in refusals[1]
+        assert refusals[0] == f"org/gguf: {listed}org/gguf:UD-Q4_K_XL."
+        assert "has no GGUF file; leave out ':" in refusals[1]
         assert "accept the terms on its page and log in with 'hf auth login'" in refusals[2]
         assert "or log in with 'hf auth login' if it is private" in refusals[3]
         assert not hub.fetched(".safetensors") and not hub.fetched(".gguf")
@@ -125,5 +125,7 @@ def test_models_of_the_hub_are_measured_before_their_weights_come(tmp_path: Path
         assert other_token[0].endswith("accept the terms on its page and check your token's access.")
         requests = len(hub.requested)
         offline = measure(["org/model"], hub, tmp_path / "nothing", HF_HUB_OFFLINE="1")
-        assert offline[0].endswith("the hub cannot be reached; unset HF_HUB_OFFLINE to download it.")
+        assert offline[0].endswith(
+            "the hub cannot be reached; unset the variable HF_HUB_OFFLINE to download the model."
+        )
         assert len(hub.requested) == requests

@@ -92,7 +92,7 @@ def test_other_quantised_checkpoints_are_refused_at_once(
     shutil.copytree(TARGET, tmp_path / "its")
     config = json.loads((TARGET / "config.json").read_text(encoding="utf-8")) | found
     (tmp_path / "its" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(OvspecError, match=rf"its: quantised weights \({kind}\) .*; export the unquantised checkpoint"):
+    with pytest.raises(OvspecError, match=rf"its: its weights are quantised by {kind} .*; export the unquantised"):
         export_pair(str(tmp_path / "its"), None, tmp_path / "pair")
 
 

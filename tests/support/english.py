@@ -42,8 +42,8 @@ MIN_MESSAGE_WORDS = 3
 # Parts that reach their sentence through another process or a library, by folder or file; {} is the part. A frame that
 # ends with its part is for whole sentences, too.
 FRAMES = {
-    "export/": "{model}: {what failed} ({}); correct this and try again, or report it to ovspec.",
-    "export/ovspec_export/gguf_file.py": "{file}: damaged or truncated ({}); download it again.",
+    "export/": "{model}: {what failed} ({}).",
+    "export/ovspec_export/gguf_file.py": "{file}: damaged or truncated ({}); download the file again.",
     "ovspec/grammars/gbnf/": "{label}, {}",
     "ovspec/grammars/json_schema/": "{label}, at {}",
     "ovspec/protocols/": "{field} {}.",

@@ -69,7 +69,7 @@ def read_documents(file: Path) -> list[Document]:
             documents.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise OvspecError(
-                f"{file}: line {line_number} is damaged; delete the work folder and start again."
+                f"{file}: line {line_number} is damaged; delete the folder {file.parent} and start again."
             ) from None
     return documents
 
@@ -261,7 +261,7 @@ def parse_chat(line: str, location: str) -> Chat:
         ]
     is_chat = isinstance(messages, list) and isinstance(tools, list) and all(map(is_message, messages))
     if not is_chat or all(message["role"] != "user" for message in messages):
-        raise OvspecError(f"{location}: not a chat with a user's message; {CHAT_LINE_FORMATS}.")
+        raise OvspecError(f"{location}: not a chat, or no message has the role user; {CHAT_LINE_FORMATS}.")
     return Chat(messages, tools, location)
 
 

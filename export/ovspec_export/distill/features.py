@@ -201,7 +201,7 @@ def read_examples(work: Path, held_out: bool) -> Examples:
         document_starts = shard_file.get_tensor("starts").tolist()
         shard_documents = documents[shard.first_document : shard.first_document + shard.document_count]
         if document_starts != [0, *accumulate(len(document.ids) for document in shard_documents)]:
-            raise OvspecError("the hidden states in the work folder belong to other texts; delete the work folder")
+            raise OvspecError(f"the hidden states in {work} belong to other texts; delete this folder and start again")
         document_rows = zip(shard_documents, pairwise(document_starts), strict=True)
         spans += [ShardSpan(document, shard_file, start, end) for document, (start, end) in document_rows]
     return Examples([span for span in spans if span.document.held_out == held_out])
@@ -292,7 +292,9 @@ def require_lm_head(model: ov.Model) -> ov.Node:
     """Return the lm_head of a graph; raises OvspecError if it isn't found."""
     lm_head = find_lm_head(model)
     if lm_head is None:
-        raise OvspecError("its lm_head can't be found in the graph")
+        raise OvspecError(
+            "ovspec can't find the lm_head in the model's graph; set `draft` to train a draft model instead"
+        )
     return lm_head
 
 

@@ -20,9 +20,11 @@ def check_folders_apart(target: Source, output: Path, work_folder: Path) -> None
     target_folder = target.path.resolve()
     for option, folder in (("output", output), ("work", work_folder)):
         if folder == target_folder or target_folder in folder.parents or folder in target_folder.parents:
-            raise OvspecError(f"{folder}: overlaps with the source {target.name}; choose another `{option}`.")
+            raise OvspecError(
+                f"{folder}: contains the model {target.name}, or lies in the model's folder; choose another `{option}`."
+            )
     if work_folder == output or output in work_folder.parents or work_folder in output.parents:
-        raise OvspecError(f"{work_folder}: overlaps with the output; choose another `work`.")
+        raise OvspecError(f"{work_folder}: contains `output`, or lies in `output`; choose another `work`.")
 
 
 def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> None:

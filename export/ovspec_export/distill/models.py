@@ -46,7 +46,10 @@ def choose_kind_draft_and_layers(
         draft = find_source(draft_name) if trim_vocabulary else find_draft_checkpoint(draft_name)
     for_head = not trim_vocabulary and (draft is None or isinstance(draft, HeadSource))
     if not for_head and draft_vocabulary:
-        raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
+        raise OvspecError(
+            "`draft_vocabulary` works only for heads; leave `draft_vocabulary` out, and set `trim_vocabulary` for a "
+            "draft model."
+        )
     draft_kind: ResultKind = kind or "head"
     if trim_vocabulary:
         draft_kind = "trimmed draft"
@@ -55,10 +58,15 @@ def choose_kind_draft_and_layers(
         if isinstance(draft, HeadSource):
             draft_kind = "mtp" if isinstance(draft, MtpSource) else "head"
     if isinstance(draft, MtpSource) and len(draft.layers) > 1:
-        raise OvspecError(f"{draft.name}: has {len(draft.layers)} MTP layers; only a single MTP layer can be trained.")
+        raise OvspecError(
+            f"{draft.name}: has {len(draft.layers)} MTP layers, but only a single MTP layer can be trained; choose "
+            "another `draft`."
+        )
     if kind and kind != draft_kind:
         kind_text = {"head": "an EAGLE-3 head", "mtp": "an MTP layer"}[kind]
-        raise OvspecError(f"`kind={kind!r}` trains {kind_text}, but `draft` is something else; leave one out.")
+        raise OvspecError(
+            f"`kind={kind!r}` trains {kind_text}, but `draft` is another kind of model; leave out `kind` or `draft`."
+        )
     if target.is_ir:
         check_target_ir(target.path, target.name, draft_kind)
     elif draft_kind == "head":
@@ -81,8 +89,8 @@ def require_config_number(source: Source, config_key: str) -> int:
     """Return a number in a config; raises OvspecError if it is missing."""
     number = source.get_config_number(config_key)
     if number is None:
-        unit = {"layers": "layers", "vocab": "tokens"}[config_key]
-        raise OvspecError(f"{source.name}: its config.json lacks the number of {unit}; add it.")
+        key = {"layers": "num_hidden_layers", "vocab": "vocab_size"}[config_key]
+        raise OvspecError(f"{source.name}: the entry {key} is missing in config.json; add this entry.")
     return number
 
 
@@ -96,7 +104,8 @@ def check_target_ir(folder: Path, name: str, kind: ResultKind) -> None:
             find_target_layer_inputs(model, folder, Path(name))
         if kind in ("head", "mtp") and find_lm_head(model) is None:
             raise OvspecError(
-                f"{name}: a head can't be used with this target: its lm_head can't be found; use a draft model instead."
+                f"{name}: no head can be trained for this model, because ovspec can't find the lm_head in the graph; "
+                "set `draft` to train a draft model instead."
             )
 
     read_model_graph(folder, check_graph)
@@ -141,14 +150,17 @@ def find_draft_checkpoint(draft_name: str) -> Source:
     if not source.is_ir:
         return source
     if isinstance(source, HeadSource):
-        raise OvspecError(f"{draft_name}: an IR of a head can't be trained; give the head's checkpoint.")
+        raise OvspecError(f"{draft_name}: a head's OpenVINO IR can't be trained; set `draft` to the head's checkpoint.")
     manifest_entry = find_manifest_entry(source.path)
     if manifest_entry is None:
-        raise OvspecError(f"{draft_name}: an IR can't be trained, and its checkpoint is unknown; give the checkpoint.")
+        raise OvspecError(
+            f"{draft_name}: an OpenVINO IR can't be trained, and the folder doesn't name the original checkpoint; "
+            "set `draft` to this checkpoint."
+        )
     if not (checkpoint := find_checkpoint_of_export(source)):
         raise OvspecError(
-            f"{draft_name}: its checkpoint {manifest_entry.source} was not found; give the checkpoint's folder or "
-            "hub id."
+            f"{draft_name}: the original checkpoint {manifest_entry.source} was not found; set `draft` to the folder "
+            "or hub id of this checkpoint."
         )
     print_note(f"{draft_name}: taught from its checkpoint {checkpoint.path}")
     return checkpoint

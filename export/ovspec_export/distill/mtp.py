@@ -22,7 +22,7 @@ from ovspec_export.draft_vocabulary import write_draft_vocabulary
 from ovspec_export.heads import EagleHead
 from ovspec_export.mtp import MtpLayer, load_mtp_layer, make_new_mtp_layer, save_mtp_layer
 
-UNSUPPORTED = "an MTP layer can't be trained for its model family; train a head instead"
+UNSUPPORTED = "ovspec can't train an MTP layer for this model family; set `kind='head'` to train a head instead"
 
 
 class MtpStudent(HeadStudent):
@@ -85,7 +85,7 @@ def check_mtp_possible(model: str) -> None:
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, NotImplementedError):
         raise OvspecError(UNSUPPORTED) from None
     if any("experts" in name for name, _ in layer.named_parameters()):
-        raise OvspecError("an MTP layer with experts can't be trained; train a head instead")
+        raise OvspecError("ovspec can't train an MTP layer with experts; set `kind='head'` to train a head instead")
 
 
 def read_text_config(model: Path) -> JsonObject:

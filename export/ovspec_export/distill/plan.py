@@ -140,7 +140,7 @@ def make_plan(options: DistillOptions) -> DistillPlan:
     target = find_source(options.model)
     check_can_be_unpacked(target)
     if isinstance(target, HeadSource):
-        raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; give the head's target.")
+        raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; give the target model of this head.")
     check_folders_apart(target, output, work_folder)
     kind, draft, tap_layers = choose_kind_draft_and_layers(
         target, options.kind, options.draft, options.trim_vocabulary, options.draft_vocabulary
@@ -180,7 +180,10 @@ def check_torch_device(device_name: str) -> None:
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if process.returncode:
         reason = describe_failure(process.stderr, process.returncode)
-        raise OvspecError(f"`torch_device={device_name!r}`: torch can't use this device ({reason}); choose another.")
+        raise OvspecError(
+            f"`torch_device={device_name!r}`: torch can't use this device ({reason}); choose another device, such as "
+            "cpu."
+        )
 
 
 # ---------------------------------------------------------------- memory and disk space

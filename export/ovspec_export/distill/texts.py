@@ -286,7 +286,7 @@ def split_at_user_text(chat_format: ChatFormat, system: str | None, user_opening
     before_user_text, placeholder, after_user_text = prompt.partition(USER_PLACEHOLDER)
     if not placeholder:
         raise OvspecError(
-            "The model's chat template doesn't render the user's message; correct the template in the checkpoint."
+            "The model's chat template leaves out the user's message; export the model with another `chat_template`."
         )
     return before_user_text.rstrip(" "), after_user_text  # most vocabularies have words with a leading space
 

@@ -35,7 +35,9 @@ def check_trimmable(draft: Source) -> None:
             f"{draft.name}: the vocabulary of {source_kind} can't be trimmed; give a draft model's checkpoint or IR."
         )
     if is_trimmed(draft):
-        raise OvspecError(f"{draft.name}: its vocabulary is already trimmed; give the original draft.")
+        raise OvspecError(
+            f"{draft.name}: this draft's vocabulary is already trimmed; set `draft` to the untrimmed draft model."
+        )
 
 
 def trim_draft_model(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) -> None:

@@ -169,9 +169,11 @@ def read_work_header(folder: Path) -> WorkHeader | None:
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise OvspecError(f"{folder}: is a file; choose another `work`.")
+        raise OvspecError(f"{folder}: is a file, not a folder; choose another `work`.")
     if foreign_name := next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None):
-        raise OvspecError(f"{folder}: contains other files ({foreign_name}); choose another `work`.")
+        raise OvspecError(
+            f"{folder}: contains files of another origin ({foreign_name}); choose an empty folder as `work`."
+        )
     return None
 
 
@@ -186,9 +188,8 @@ def check_settings(folder: Path, work_header: WorkHeader | None, settings: Disti
             "another model" if name == "model" else f"another `{name}`" for name in changed_names
         )
         raise OvspecError(
-            f"{folder}: contains work with {differences}; use the same options to resume it, choose "
-            "another `output`, or delete "
-            "the folder."
+            f"{folder}: contains an earlier distillation with {differences}; repeat the earlier options to resume "
+            "this distillation, or delete the folder to start a new distillation."
         )
 
 
@@ -205,7 +206,8 @@ def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> It
         lock.acquire(timeout=0)
     except Timeout:
         raise OvspecError(
-            f"{folder}: another distillation uses this folder; wait for it, or choose another `work`."
+            f"{folder}: another distillation uses this folder; wait until the other distillation ends, or choose "
+            "another `work`."
         ) from None
     except OSError as error:
         raise OvspecError(f"{folder}: cannot be written ({error.strerror}); choose another `work`.") from None

@@ -50,12 +50,20 @@ def test_files_and_folders(distil: Distilling) -> None:
     refused(distil, "chats.jsonl, line 1: not a chat", text=(chats,))
     refused(distil, "nowhere: no such file", topics=Path("nowhere"))
     refused(distil, "nowhere: no such file or folder, and not a hub id", model="./nowhere")
-    refused(distil, "checkpoint: an EAGLE-3 head, not a model; give the head's target", model=head)
-    refused(distil, "overlaps with the source model; choose another `output`", output=distil.model / "head")
-    refused(distil, "overlaps with the source model; choose another `work`", work=distil.model / "work")
-    refused(distil, "overlaps with the output; choose another `work`", work=distil.output / "work")
+    refused(distil, "checkpoint: an EAGLE-3 head, not a model; give the target model of this head", model=head)
+    refused(
+        distil,
+        "contains the model model, or lies in the model's folder; choose another `output`",
+        output=distil.model / "head",
+    )
+    refused(
+        distil,
+        "contains the model model, or lies in the model's folder; choose another `work`",
+        work=distil.model / "work",
+    )
+    refused(distil, "contains `output`, or lies in `output`; choose another `work`", work=distil.output / "work")
     refused(distil, "thesis: is a file; choose another `output`", output=touched(distil.folder / "thesis"))
-    refused(distil, "thesis: is a file; choose another `work`", work=distil.folder / "thesis")
+    refused(distil, "thesis: is a file, not a folder; choose another `work`", work=distil.folder / "thesis")
     shutil.copytree(distil.model, distil.folder / "exported")
     for overwrite in (False, True):
         told = "exported: contains an exported model, not the result of distilling; choose another `output`"
@@ -116,18 +124,21 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     head = distil.given["checkpoint"]
     refused(distil, "checkpoint: the vocabulary of an EAGLE-3 head can't be trimmed", draft=head, trim_vocabulary=99)
     refused(distil, "`trim_vocabulary` is 9; it must be from 64 to 4096", draft=str(DRAFT), trim_vocabulary=9)
-    refused(distil, "`draft_vocabulary` is for heads", draft=str(DRAFT), draft_vocabulary=9)
-    refused(distil, "ir: an IR of a head can't be trained", draft=distil.given["ir"])
-    refused(distil, "`kind='mtp'` trains an MTP layer, but `draft` is something else", draft=head, kind="mtp")
+    refused(distil, "`draft_vocabulary` works only for heads", draft=str(DRAFT), draft_vocabulary=9)
+    refused(distil, "ir: a head's OpenVINO IR can't be trained", draft=distil.given["ir"])
+    refused(distil, "`kind='mtp'` trains an MTP layer, but `draft` is another kind of model", draft=head, kind="mtp")
     refused(
-        distil, "`kind='head'` trains an EAGLE-3 head, but `draft` is something else", draft=str(DRAFT), kind="head"
+        distil,
+        "`kind='head'` trains an EAGLE-3 head, but `draft` is another kind of model",
+        draft=str(DRAFT),
+        kind="head",
     )
     mtp_plan = make_plan(DistillOptions(str(distil.model), distil.output, kind="mtp"))
     assert (mtp_plan.kind, mtp_plan.tap_layers, mtp_plan.draft_vocab_size) == ("mtp", [], 16384)
     several = write_mtp_layers(distil.folder / "several", 2)
-    refused(distil, "several: has 2 MTP layers; only a single MTP layer can be trained", draft=str(several))
+    refused(distil, "several: has 2 MTP layers, but only a single MTP layer can be trained", draft=str(several))
     wide = write_head(distil.folder / "wide", target=TARGET_CONFIG | {"hidden_size": 192}, layer_ids=LAYERS)
-    refused(distil, "wide cannot draft for model: it reads 3 layers with 576 values in total", draft=str(wide))
+    refused(distil, "wide cannot draft for model: the head reads 576 values per token from 3", draft=str(wide))
     tokenizer = json.loads((DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     a, b = list(vocabulary)[300:302]
@@ -138,12 +149,12 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     # An exported draft, of which the checkpoint is needed.
     shutil.copytree(pair, distil.folder / "pair")
     exported = str(distil.folder / "pair" / "draft")
-    refused(distil, "draft: its checkpoint small-hf was not found; give the checkpoint's folder", draft=exported)
+    refused(distil, "draft: the original checkpoint small-hf was not found; set `draft`", draft=exported)
     shutil.copytree(DRAFT, distil.folder / "small-hf")
     plan = make_plan(DistillOptions(str(distil.model), distil.output, draft=exported))
     assert plan.draft and plan.draft.path == distil.folder / "small-hf"
     (distil.folder / "pair" / "ovspec.json").unlink()
-    refused(distil, "draft: an IR can't be trained, and its checkpoint is unknown", draft=exported)
+    refused(distil, "draft: an OpenVINO IR can't be trained, and the folder doesn't name", draft=exported)
 
 
 def test_room(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:

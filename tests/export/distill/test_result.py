@@ -92,7 +92,7 @@ def test_a_vocabulary_is_trimmed(
     lm = ovspec.load(distil.model, True, arithmetic="fast")
     assert lm.draft and lm.draft.ir.logits_width == 500
     assert lm.generate("def f(", max_tokens=20, lookahead=3).stats.proposed > 0
-    with pytest.raises(OvspecError, match="its vocabulary is already trimmed"):
+    with pytest.raises(OvspecError, match="this draft's vocabulary is already trimmed"):
         distil.run(draft=str(distil.output), trim_vocabulary=100, work=distil.folder / "w", overwrite=True)
 
 

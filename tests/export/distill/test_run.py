@@ -248,7 +248,9 @@ def test_other_settings_need_another_folder(distil: Distilling, monkeypatch: pyt
         ({"draft_vocabulary": 9}, "another `draft_vocabulary`"),
     ):
         with pytest.raises(
-            OvspecError, match=rf"\.out\.distill: contains work with {told}; use the same options to " r"resume"
+            OvspecError,
+            match=rf"\.out\.distill: contains an earlier distillation with {told}; repeat the earlier options to "
+            r"resume",
         ):
             distil.run(**options)
     assert distil.run(minutes=9, tokens=7, size_limit=1) == 130, "these may change"
@@ -273,7 +275,9 @@ def test_a_work_folder_that_is_named_is_kept(distil: Distilling) -> None:
     other = distil.folder / "mine"
     other.mkdir()
     (other / "thesis.txt").touch()
-    with pytest.raises(OvspecError, match=r"mine: contains other files \(thesis.txt\); choose another `work`"):
+    with pytest.raises(
+        OvspecError, match=r"mine: contains files of another origin \(thesis.txt\); choose an empty folder as `work`"
+    ):
         distil.run(work=other, overwrite=True)
 
 
