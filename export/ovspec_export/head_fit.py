@@ -146,7 +146,7 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     if sizes.states_width != sizes.tap_count * hidden_size:
         raise OvspecError(
             f"{refusal} the head reads {sizes.states_width} values per token from {sizes.tap_count} target layers, but "
-            f"the target's hidden size is {hidden_size}; {OTHER_HEAD_ADVICE}."
+            f"these layers have {sizes.tap_count * hidden_size}; {OTHER_HEAD_ADVICE}."
         )
     if not sizes.has_own_embedding and sizes.hidden_size != hidden_size:
         raise OvspecError(

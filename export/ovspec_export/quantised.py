@@ -38,8 +38,8 @@ def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> 
         except ValueError as error:
             reason = str(error)
     raise OvspecError(
-        f"{name}: its weights are quantised by {method} {reason}, and can't be exported like this; export the "
-        "unquantised checkpoint with `weight_format` instead."
+        f"{name}: its weights are quantised by {method} {reason}. This form can't be exported; export the unquantised "
+        "checkpoint with `weight_format` instead."
     )
 
 

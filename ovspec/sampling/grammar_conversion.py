@@ -188,7 +188,7 @@ def find_random_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
     It is unusable if it allows no text, has a dead end, or exceeds the limits.
     """
     if matcher.is_accepting() and not list_allowed_tokens(matcher, vocabulary_size):
-        return "it matches only the empty text; add an alternative"
+        return "it matches only the empty text; add an alternative with characters"
     if vocabulary_size > NUMBERED_TOKEN_COUNT:
         return ""  # the bytes of the model's numbered tokens are unknown here
     generator = random.Random(0)

@@ -16,7 +16,10 @@ from ovspec.params import SamplingParams
 
 RARE_TOKEN_SHARE = 1e-3  # less likely tokens, relative to the most likely token, rarely matter for top-p
 MAXIMA_BLOCK_SIZE = 128  # size of blocks in the search for the largest logits
-NO_TOKEN_LEFT = "No token can be chosen, because all are excluded or the model's logits are NaN; exclude fewer tokens."
+NO_TOKEN_LEFT = (
+    "No token can be chosen, because all are excluded or the model's logits are NaN; exclude fewer tokens, or export "
+    "the model again."
+)
 
 
 class WarpedLogits(NamedTuple):

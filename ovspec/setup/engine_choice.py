@@ -210,7 +210,7 @@ def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: st
     """Raise an OvspecError if a GPU would compress the stateful engine's KV cache, making it unreadable."""
     precision = options.fixed_properties.get("KV_CACHE_PRECISION", "f16")
     if may_use_gpu(options.device) and precision not in EXACT_KV_PRECISIONS:
-        problem = f"needs the paged engine on a GPU, but the engine is stateful ({reason})"
+        problem = f"works on a GPU only with the paged engine, but the engine is stateful ({reason})"
         raise OvspecError(f"{folder}: `kv_precision={precision!r}` {problem}; leave `kv_precision` out.")
 
 

@@ -428,7 +428,7 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     assert contents(tmp_path / "again" / "draft") == contents(draft)
     with pytest.raises(
         OvspecError,
-        match=r"the head reads 384 values per token from 3 target layers, but the target's hidden size is 64",
+        match=r"the head reads 384 values per token from 3 target layers, but these layers have 192",
     ):
         export_pair(str(pair / "draft"), str(draft), tmp_path / "other")
     model = openvino_core().read_model(draft / "openvino_model.xml")
@@ -572,7 +572,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "width",
         {"target": SMALL_CONFIG},
         {},
-        "reads 192 values per token from 3 target layers, but the target's hidden size is 128",
+        "reads 192 values per token from 3 target layers, but these layers have 384",
     ),
     (
         "shared width",
@@ -647,7 +647,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "quantised",
         {},
         {"config": {"quantization_config": {"quant_method": "fp8"}}},
-        r"its weights are quantised by fp8 in a head",
+        r"its weights are quantised by fp8 and belong to a head",
     ),
 ]
 

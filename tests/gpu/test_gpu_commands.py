@@ -138,7 +138,7 @@ def test_recurrent_and_hybrid_models(attention: str | None, tmp_path: Path) -> N
         (("--device", "GPU", "--threads", "2"), "works only on a CPU"),
         (("--device", "CPU:GPU"), "only AUTO and HETERO take a list"),
         (("--device", "AUTO:GPU,CPU", "--engine", "paged"), "the paged engine needs a CPU or a GPU"),
-        (("--device", "AUTO:GPU,CPU", "--kv-precision", "u8"), "needs the paged engine on a GPU"),
+        (("--device", "AUTO:GPU,CPU", "--kv-precision", "u8"), "works on a GPU only with the paged engine"),
     ],
 )
 def test_refusals(options: tuple[str, ...], told: str) -> None:

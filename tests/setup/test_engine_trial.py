@@ -45,6 +45,6 @@ def test_a_cache_that_a_gpu_compresses_needs_the_paged_engine(monkeypatch: pytes
     check_stateful_kv_precision(SMALL, DeviceOptions("AUTO", kv_precision="f32"), "why")
     with pytest.raises(
         ovspec.OvspecError,
-        match=r"`kv_precision='u8'` needs the paged engine on a GPU.*\(why\); leave `kv_precision` out\.$",
+        match=r"`kv_precision='u8'` works on a GPU only with the paged engine.*\(why\); leave `kv_precision` out\.$",
     ):
         check_stateful_kv_precision(SMALL, DeviceOptions("GPU", kv_precision="u8"), "why")
