@@ -55,8 +55,8 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
             model_key = json.dumps(identity, sort_keys=True, default=str)
             if model_key not in models:
                 model_folder = Path(folder or str(identity.get("folder", "")))
-                message = f"{label}: the result names the model {model_folder}, but there is no such folder; "
-                    "give the model's folder with --model."
+                problem = f"the result names the model {model_folder}, but there is no such folder"
+                message = f"{label}: {problem}; give the model's folder with --model."
                 raise_usage_error_if(not folder and not model_folder.is_dir(), message)
                 models[model_key] = load_model(model_folder, draft="none", **recorded_load_options(identity, runtime))
             with show_step(f"{label}: checking"):
