@@ -94,7 +94,7 @@ def resolve_draft(
     if draft_choice.model == SELF_DRAFT and not re.fullmatch(r".*, first \d+ layers", draft_source):
         raise OvspecError(
             f"{draft_folder}: not made from the target's layers, so `draft='self'` isn't possible; export the model "
-            "again with --draft-layers."
+            "again with `draft_layers`."
         )
     is_mtp = is_mtp_folder(draft_folder)
     if draft_choice.model == HEAD_DRAFT and (is_mtp or not is_head_folder(draft_folder)):

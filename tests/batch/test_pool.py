@@ -87,7 +87,7 @@ def test_a_line_that_kills_gets_an_error_and_the_others_an_answer(started: list[
     else:
         pytest.fail("the run doesn't end")
     error = lines.pop(30)["error"]
-    assert "ran this line, and the last was lost with its machine; leave it out" in error
+    assert "ran this line, and the last was lost with its machine; leave the line out" in error
     assert {n: line["text"] for n, line in lines.items()} == {n: t for n, t in enumerate(texts) if t != DEADLY}
     assert len(started) == 2 + 3, "it dies beside others, with its group, and alone"
 

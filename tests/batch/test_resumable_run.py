@@ -159,7 +159,10 @@ def test_a_stop_string_ends_no_call(lm: ovspec.LanguageModel) -> None:
     ],
 )
 def test_messages_that_no_chat_with_tools_takes(lm: ovspec.LanguageModel, message: Any) -> None:
-    with pytest.raises(ovspec.OvspecError, match=r"append the `message`|a chat with tools needs both|list"):
+    with pytest.raises(
+        ovspec.OvspecError,
+        match=r"each message needs both|must be a string|list|is not a tool call; use \{'type': 'function'",
+    ):
         lm.generate([{"role": "user", "content": "Hi"}, message], tools=[{"name": "f"}], max_tokens=2)
 
 

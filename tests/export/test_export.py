@@ -130,7 +130,7 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair / "draft", draft)
     (draft / "tokenizer.json").unlink()
     for options in ((Compression("int4"), None), (Compression(), Compression("fp16"))):
-        with pytest.raises(ovspec.OvspecError, match="already exported to an OpenVINO IR"):
+        with pytest.raises(ovspec.OvspecError, match="already an OpenVINO IR, so the weights can't be converted"):
             export_pair(str(pair), str(draft), tmp_path / "out", *options)
     manifest = export_pair(str(pair), str(draft), tmp_path / "out")
     assert manifest.draft
@@ -268,7 +268,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(pickled), "has no model.safetensors and no model.safetensors.index.json"),
         (str(decoy), "has no model.safetensors and no model.safetensors.index.json"),
         (str(index), "lists pytorch_model.bin, not a safetensors file"),
-        (str(adapter), "an adapter; merge it into its model"),
+        (str(adapter), "an adapter; merge the adapter into its base model"),
         (str(elsewhere), "loads code from another repository"),
         (str(cut_off), "model.safetensors: truncated"),
         (str(nonsense), "not a safetensors file"),

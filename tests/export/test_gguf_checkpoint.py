@@ -209,7 +209,7 @@ ARRAY_KEY = text_bytes("many") + struct.pack("<I", 9)
 @pytest.mark.parametrize(
     ("told", "header", "zeros"),
     [
-        ("has 9223372036854775807 tensors", struct.pack("<QQ", 2**63 - 1, 0), 0),
+        ("the header announces 9223372036854775807 tensors", struct.pack("<QQ", 2**63 - 1, 0), 0),
         ("and 4294967296 metadata entries, but", struct.pack("<QQ", 1, 2**32), 0),
         (
             "the metadata has 20000000 values",

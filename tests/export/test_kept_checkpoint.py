@@ -241,7 +241,7 @@ def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_packed_weights_are_not_quantised_anew(awq: Path, tmp_path: Path) -> None:
     for options in (Compression("int8"), Compression("int4")):
-        with pytest.raises(OvspecError, match="packed: its weights are already quantised"):
+        with pytest.raises(OvspecError, match="packed: the weights are already quantised"):
             export_pair(str(awq), None, tmp_path / "ir", options)
 
 

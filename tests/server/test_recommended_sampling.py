@@ -96,7 +96,7 @@ def test_a_wrong_recommendation(
     lm: ovspec.LanguageModel, with_generation_config: Callable[[dict[str, Any]], Path]
 ) -> None:
     other = SimpleNamespace(**vars(lm) | {"folder": with_generation_config({"do_sample": True, "min_p": 2})})
-    with pytest.raises(ovspec.OvspecError, match="min_p is 2; it must be from 0 to 1; correct it"):
+    with pytest.raises(ovspec.OvspecError, match="min_p is 2; it must be from 0 to 1; correct this file"):
         served(other)
     assert sampling(served(other, 0.0), *CHAT) == (0, 0, 1)
 
