@@ -222,7 +222,7 @@ def find_installer_command() -> list[str]:
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
     raise OvspecError(
-        "Preparing an environment needs pip or uv, but neither is installed; install pip with 'python -m ensurepip'."
+        "Preparing an environment needs pip or uv, but neither is installed; install pip, for example with ensurepip."
     )
 
 

@@ -30,7 +30,7 @@ def check_quantisation(config: JsonObject, name: str, can_keep: bool = True) -> 
     has_parts = isinstance(config.get("text_config"), dict)
     if not has_parts and DEQUANTISED_FAMILIES.get(method) == config.get("model_type"):
         return
-    reason = "in a model with image or audio parts" if has_parts else "in a head"
+    reason = "and belong to a model with image or audio parts" if has_parts else "and belong to a head"
     if can_keep and not has_parts:
         try:
             read_quantisation(quantisation)

@@ -228,7 +228,7 @@ def test_wrong_heads_are_refused_in_a_sentence(folder: Path, pair: Path) -> None
         (pair, "head"): "a draft model, not an EAGLE-3 head",
         (ROOT / "models" / "demo" / "draft", "head"): "exported without a head",
         (head, "none"): "an EAGLE-3 head, not a model; load the target model",
-        (ROOT / "models" / "demo", head): "use the draft only with its own target",
+        (ROOT / "models" / "demo", head): "use the head with the model it was trained for",
     }
     for (model, draft), expected in cases.items():
         with pytest.raises(OvspecError, match=expected):

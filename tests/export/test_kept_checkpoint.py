@@ -216,7 +216,7 @@ def test_draft_of_first_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("told", "config"),
     [
-        (r"by gptq with 3 bits, and can't be exported", GPTQ | {"bits": 3}),
+        (r"by gptq with 3 bits. This form can't be exported", GPTQ | {"bits": 3}),
         (r"by gptq in the format marlin", GPTQ | {"checkpoint_format": "marlin"}),
         (r"by awq in the version gemv with 4 bits", AWQ | {"version": "gemv"}),
         (r"by auto-round in an unsupported way", {"quant_method": "auto-round", "packing_format": "mx"}),
