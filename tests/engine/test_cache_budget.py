@@ -265,6 +265,7 @@ def test_cache_size_is_the_limit_of_all_texts(load: Load, options: dict[str, Any
 
 def test_sessions_dropped_without_close_free_their_memory(load: Load) -> None:
     lm = load(draft="none", cache_memory=0.1)
+    empty_session = lm.session()  # counts the blocks of all
     for _ in range(3):
         session = lm.session()
         session.append([7] * 40)
@@ -275,7 +276,7 @@ def test_sessions_dropped_without_close_free_their_memory(load: Load) -> None:
         del session, fork
         gc.collect()
         assert lm.runtime.models.count_cached_tokens() == 0
-    assert lm.generate([7] * 40, max_tokens=8).stats.cached_tokens > 30, "the dropped texts are still known"
+    empty_session.close()
 
 
 def test_a_task_that_waits_for_memory_sets_nobody_back(load: Load) -> None:
